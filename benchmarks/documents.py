@@ -7,10 +7,13 @@
 them. "plan" and "blocks" are on the critical path: the pairs and plans of both passes for the documents, and the rows
 and blocks of a rank, cut for a GPU (full and causal pieces for a library, all else as runs). A case placed:SPEC has
 the placement, another one the layout of its strategy. Each micro batch has other documents. Times are CPU times of one
-thread, medians over the micro batches; those of the slowest rank.
+thread, medians over the micro batches; those of the slowest rank. "of a step" is the share that all four have, if
+nothing hides them, of a training step of one micro batch of a model, as it is predicted for `direct` with the placement
+and full recomputation.
 """
 
 import argparse
+import gc
 import statistics
 import time
 
@@ -20,11 +23,16 @@ from rich.table import Table
 from megatron.context_parallel import AllRanks
 from megatron.context_parallel.cli.run_main import run_main
 from megatron.context_parallel.cli.tables import show
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.step.documents_time import DocumentsAttention
+from megatron.context_parallel.cluster.step.step_time import forecast_step
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.gpu_checks.documents import CASES, end_tokens, plan_and_cut
 from megatron.context_parallel.kernels.choose import LibraryAndPosition
 from megatron.context_parallel.kernels.masks import Piece, Runs
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
+from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 
 class Runner:
@@ -56,6 +64,25 @@ def placed_in(documents: Documents, ranks: int) -> tuple[Documents, float]:
     return documents.placed(placement), time.process_time() - start
 
 
+def step_seconds(args: argparse.Namespace) -> float:
+    """The predicted training step of one micro batch, with the documents of the first one."""
+    documents = Documents.after(end_tokens(args.seq_length, args.documents, 0))
+    run = TrainConfig(
+        seq_length=args.seq_length,
+        context_parallel_size=args.ranks,
+        cp_strategy="direct",
+        data_parallel_sharding_strategy="optim_grads_params",
+        use_torch_fsdp2=True,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        recompute_whitelist=("core_attention",),
+    )
+    model = preset_model(args.model, args.seq_length)
+    attention = DocumentsAttention(documents, placed=True)
+    return forecast_step(model, run, load_cluster(args.cluster).part(args.ranks), attention).seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
@@ -63,11 +90,16 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=200)
     parser.add_argument("--strategies", nargs="+", default=CASES, metavar="[placed:]SPEC")
     parser.add_argument("--micro-batches", type=int, default=5)
+    parser.add_argument("--model", default="llama3-8b", help="preset of the trainer; default: %(default)s")
+    parser.add_argument("--cluster", default="dgx-h100", help="description or preset; default: %(default)s")
     args = parser.parse_args()
     torch.set_num_threads(1)
     length, heads = args.seq_length, 4 * args.ranks
-    title = f"{length} tokens, {args.documents} documents, {args.ranks} ranks: ms of a micro batch"
-    table = Table("case", "documents", "placement", "plan", "blocks", "critical path", title=title)
+    gc.disable()  # a collection would go through the plans of all ranks, which are in one process here
+    step = 1000 * step_seconds(args)
+    title = f"{length} tokens, {args.documents} documents, {args.ranks} ranks: ms of a micro batch\n"
+    title += f"a step of {args.model} on {args.cluster}: {step:.0f} ms, predicted"
+    table = Table("case", "documents", "placement", "plan", "blocks", "critical path", "of a step", title=title)
     for text in args.strategies:
         spec = text.removeprefix("placed:")
         steps_on = AllRanks(args.ranks, spec).plans.steps_on
@@ -83,7 +115,9 @@ def main() -> None:
             if turn:  # the first meets the layout for the first time
                 times.append((made, placed, *max(of_ranks, key=sum)))
         made, placed, planned, worst = (1000 * statistics.median(column) for column in zip(*times, strict=True))
-        table.add_row(text, *(f"{x:.2f}" for x in (made, placed, planned, worst, planned + worst)))
+        share = (made + placed + planned + worst) / step
+        cells = (made, placed, planned, worst, planned + worst)
+        table.add_row(text, *(f"{x:.2f}" for x in cells), f"{share:.1%}")
     show(table)
 
 

@@ -19,6 +19,7 @@ from megatron.context_parallel import AllRanks, ContextParallel, UsageError, con
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.tokens.handles import held
 from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.placement import Placement
 from tests.support import torch_case
 from tests.support.fsdp_case import fsdp_losses, one_rank  # noqa: F401  # a fixture
 
@@ -185,6 +186,7 @@ def _on_a_mesh() -> tuple[list, list[str]]:
 
     zigzag, odd, partial_ = ContextParallel(group=mesh["cp"]), placed(Shard(2), Shard(3)), placed(Partial(), Shard(1))
     attend = partial(context_parallel_attention, tensor_layout="bshd")
+    documents = Documents(torch.zeros(8, dtype=torch.int64)).placed(Placement([[(0, 4)], [(4, 8)]]))
     said = []
     for wrong in (
         lambda: attend(q, k.to_local(), v, cp),
@@ -196,6 +198,7 @@ def _on_a_mesh() -> tuple[list, list[str]]:
         lambda: attend(*[placed(_StridedShard(1, split_factor=2), Shard(1))] * 3, cp),
         lambda: attend(q, k, v, AllRanks(2)),
         lambda: attend(q, k, v, zigzag),
+        lambda: attend(q, k, v, cp, documents=documents),
         lambda: attend(*[distribute_tensor(x.detach()[:, :7], mesh, (Shard(2), Shard(1))) for x in whole], cp),
         lambda: attend(q, k, v, cp, sinks=distribute_tensor(torch.zeros(4), mesh, (Shard(0), Replicate()))),
         lambda: ContextParallel(group=mesh),
@@ -222,6 +225,7 @@ def test_dtensors_and_a_mesh(ranks):
                 "q, k, v placed (Shard(dim=2), Shard(dim=1)), (Shard(dim=1), Shard(dim=2))",
                 *["q, k, v are DTensors placed"] * 6,
                 "--cp-layout zigzag: DTensors have contiguous shards; give contiguous",
+                "documents with a placement: DTensors have contiguous shards; give documents without one, or q.to",
                 "q [2, 7, 4, 6]: a DTensor whose dimension 1 has unequal shards on 2 ranks; give a multiple",
                 "sinks: a DTensor; give the whole tensor, such as sinks.full_tensor()",
                 "group: a DeviceMesh of 2 dimensions, ('tp', 'cp'); give one of them, such as mesh[\"cp\"]",
@@ -232,6 +236,24 @@ def test_dtensors_and_a_mesh(ranks):
             strict=True,
         ):
             assert line.startswith(start) and "\n" not in line
+
+
+def _of_head_groups() -> tuple[torch.Tensor, str]:
+    """The output of DTensors over head groups of neighbours, and what is said if ranks far apart share tokens."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("cp",))
+    q, k, v = (distribute_tensor(x.detach(), mesh, (Shard(1),)) for x in tensors(2, 8, 4, 6))
+    attend = partial(context_parallel_attention, q, k, v, tensor_layout="bshd")
+    out = attend(ContextParallel("usp", "contiguous", mesh, head_parallel_size=2))
+    with pytest.raises(UsageError) as caught:
+        attend(ContextParallel("usp", "contiguous", mesh, head_parallel_size=2, placement="context-first"))
+    return out.full_tensor(), str(caught.value)
+
+
+def test_dtensors_of_head_groups(ranks):
+    expected = context_parallel_attention(*tensors(2, 8, 4, 6), AllRanks(1), tensor_layout="bshd").detach()
+    for out, said in ranks(4, _of_head_groups):
+        torch.testing.assert_close(out, expected)
+        assert said.startswith("--cp-placement context-first: DTensors have their shards in the order of the ranks;")
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------------------

@@ -235,6 +235,19 @@ def split_block(steps: Steps, draw: random.Random) -> str | None:
     return f"rank {r}, step {s}: {block} by key/value chunks"
 
 
+def split_heads(steps: Steps, draw: random.Random) -> str | None:
+    """A part of the heads now, and the others perhaps in a later step."""
+    if not (spot := _spot(steps, draw, 1)):
+        return None
+    r, s, i = spot
+    block, to = steps[r][s][1][i], draw.choice([s, draw.randrange(s, len(steps[r]))])
+    first, end = block.heads
+    cut = first + (end - first) * draw.choice((0.25, 0.5, 0.7))
+    steps[r][s][1][i] = replace(block, heads=(first, cut))
+    steps[r][to][1].insert(i + 1 if to == s else 0, replace(block, heads=(cut, end)))
+    return f"rank {r}, step {s}: {block} to {cut} of its heads, the others in step {to}"
+
+
 def _channels(steps: Steps) -> list[str]:
     found = set()
     for rank in steps:
@@ -262,6 +275,7 @@ CHANGES = {
     "change a channel everywhere": change_channel_of_all,
     "change a block": change_block,
     "split a block": split_block,
+    "split the heads of a block": split_heads,
 }
 
 

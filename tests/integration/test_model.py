@@ -14,9 +14,12 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.context_parallel import LAYOUTS, ContextParallel, UsageError
 from megatron.context_parallel.integration.batch import shard_batch
+from megatron.context_parallel.integration.packed import PackedDocuments
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import ContextParallelAttention, block_spec
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
+from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.placement import Placement
 from tests.support.gpt_case import BATCH, CU_SEQLENS, LENGTH, VOCABULARY, WINDOW, batch, config, hidden
 
 support_cpu_host()
@@ -195,3 +198,30 @@ def test_wrong_calls_are_told(ranks):
             strict=True,
         ):
             assert line.startswith(start) and "\n" not in line
+
+
+def tokens_elsewhere() -> list[str]:
+    """What is said to a model without `use_layout` if a rank does not have the tokens of megatron-core's layout."""
+    parallel_state.initialize_model_parallel(context_parallel_size=4)
+    settings = config()
+    settings.context_parallel_size = 4
+    group = parallel_state.get_context_parallel_group()
+    apart = ContextParallel("usp", group=group, head_parallel_size=2, placement="context-first")
+    placed = Documents(torch.zeros(16, dtype=torch.int64)).placed(Placement([[(4 * i, 4 * i + 4)] for i in range(4)]))
+    q = torch.randn(4, 1, 4, 8)
+    said = []
+    for cp, packed in ((apart, None), (ContextParallel(group=group), PackedDocuments(documents=placed))):
+        attention = ContextParallelAttention(settings, 1, AttnMaskType.causal, "self", cp=cp)
+        with pytest.raises(UsageError) as refused:
+            attention(q, q, q, None, packed_seq_params=packed)
+        said.append(str(refused.value))
+    parallel_state.destroy_model_parallel()
+    return said
+
+
+def test_tokens_elsewhere_need_our_rotary_embedding(ranks):
+    for apart, placed in ranks(4, tokens_elsewhere):
+        assert apart.startswith(
+            "--cp-placement context-first: the model's RoPE has the chunks in the order of the rank"
+        )
+        assert placed == "documents with a placement: the model's RoPE uses zigzag; call use_layout(model, cp) first"

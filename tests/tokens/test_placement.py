@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from megatron.context_parallel import AllRanks, ContextParallel, context_parallel_attention
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
+from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.volume import Shape, received_bytes
+from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import STRATEGIES
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.placement import Placement
@@ -127,6 +130,37 @@ def test_only_rows_that_are_needed_are_sent(name, monkeypatch):
             assert sum(expected) < sum(received_bytes(plan, rank, shape) for rank in range(n)) or name == "allgather"
 
 
+def test_each_kernel_cuts_its_own_blocks():
+    """Layers of one mask and one plan that different kernels compute share row sets, but no pieces."""
+    cp, counts = AllRanks(2), []
+    x = torch.randn(16, 1, 2, 4, dtype=torch.float64)
+    for _ in range(2):
+        kernel = Reference()
+        with mock.patch.object(kernel, "pieces", wraps=kernel.pieces) as pieces:
+            context_parallel_attention(x, x, x, cp, window=(3, 0), kernel=kernel)
+            counts.append(pieces.call_count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_both_passes_and_all_layers_share_what_is_cut():
+    """Also the pieces for a part of the heads, which `direct` computes first in the backward pass."""
+    cp, kernel = AllRanks(4, "direct"), Reference()
+    documents = Documents(torch.arange(32).view(1, 32) // 5).placed(random_placement(random.Random(2), 4, 32))
+    x = torch.randn(32, 1, 4, 4, dtype=torch.float64, requires_grad=True)
+    cuts = []
+    with (
+        mock.patch.object(kernel, "pieces", wraps=kernel.pieces) as pieces,
+        mock.patch.object(Blocks, "_of_heads", autospec=True, side_effect=Blocks._of_heads) as of_heads,
+    ):
+        for _ in range(2):
+            out = context_parallel_attention(x, x, x, cp, documents=documents, kernel=kernel)
+            cut = pieces.call_count
+            out.sum().backward()
+            assert pieces.call_count == cut
+            cuts.append((cut, of_heads.call_count))
+    assert cuts[0] == cuts[1]
+
+
 def test_samples_are_laid_end_to_end():
     ids = torch.tensor([[0, 0, 0, 1], [0, 0, -1, -1]])
     placement = Placement([[(0, 1), (5, 8)], [(1, 5)]])
@@ -167,6 +201,10 @@ def test_a_placement_for_another_group_or_batch_is_refused():
     x = torch.randn(8, 1, 2, 4)
     with pytest.raises(UsageError, match="placed on 2 chunks: the context group has 4"):
         context_parallel_attention(x, x, x, AllRanks(4), documents=documents)
+    with pytest.raises(UsageError, match=r"placement of 8 tokens: a tensor \[2, 8\] has 2 in dimension 0; lay"):
+        placement.shard(torch.zeros(2, 8), 0, 2)
+    with pytest.raises(UsageError, match=r"a tensor \[1, 16\] has 16 in dimension 1"):
+        placement.shard(torch.zeros(1, 16), 0, 2, dim=1)
 
 
 SLICES = [[(0, 3), (20, 23)], [(3, 9)], [(9, 12), (17, 20)], [(12, 17), (23, 24)]]

@@ -84,7 +84,7 @@ def context_parallel_attention(
     check_kernel(kernel, kept)
     others = {"return_lse": return_lse, "kept": kept, "tensor_layout": tensor_layout}
     check_types(q, k, v, sinks, documents=documents, scale=scale, softcap=softcap, **others)
-    q, k, v, placed = _local_inputs(q, k, v, sinks, cp, tensor_layout)
+    q, k, v, placed = _local_inputs(q, k, v, sinks, cp, documents, tensor_layout)
     Mask(causal, window)  # raises UsageError if they are invalid
     given = None if kernel is None else HandleOf(kernel)
     again = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None
@@ -107,7 +107,13 @@ def context_parallel_attention(
 
 
 def _local_inputs(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cp: ContextParallel | AllRanks, tensor_layout: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cp: ContextParallel | AllRanks,
+    documents: Documents | None,
+    tensor_layout: str,
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
     """q, k and v as [s, b, heads, d] in autocast's dtype; for DTensors their local parts, and a function that wraps a
     local result like q, else None."""
@@ -115,7 +121,7 @@ def _local_inputs(
     if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
         from .dtensors import local_parts  # PyTorch's DTensor takes 0.7 s to import
 
-        q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
+        q, k, v, placed = local_parts(q, k, v, sinks, cp, documents, tensor_layout.find("s"))
     q, k, v = autocast(q, k, v)
     check(q, k, v, sinks, tensor_layout)
     check_partials(cp.choice, q.dtype)

@@ -54,6 +54,11 @@ class Ranks(HasHandle, ABC):
         self.keeps_swapped = self.plans.keeps_swapped
         self.swapped_rows = self.head_parallel_size if self.keeps_swapped else 1
 
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether each rank has the chunk of its number, as other libraries expect."""
+        return self.chunks == [*range(self.n)]
+
     def compare(self, placement: Placement) -> None:
         """Check that all ranks have the same placement of a batch; they call it together.
 

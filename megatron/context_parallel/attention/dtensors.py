@@ -8,22 +8,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.plan.ir import PLACEMENTS
+from megatron.context_parallel.tokens.mask import Documents, placement_of
 
 from .context import AllRanks, ContextParallel
 
 
 def local_parts(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cp: ContextParallel | AllRanks, sequence: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cp: ContextParallel | AllRanks,
+    documents: Documents | None,
+    sequence: int,
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
     """The local parts of q, k and v, and a function that wraps a local result like q; None if there are no DTensors.
 
     Args:
-        sequence: the sequence dimension.
+        documents: of the batch, if any; sequence: the sequence dimension.
 
     Raises:
         UsageError: sinks are a DTensor; q, k and v are not all DTensors with one mesh and placement; they are not
-            sharded only along the sequence and by the context group; the shards are unequal; the layout is not
-            contiguous, as the shards of a DTensor are.
+            sharded only along the sequence and by the context group; the shards are unequal; the tokens of the ranks
+            are not contiguous and in their order, as the shards of a DTensor are.
     """
     if isinstance(sinks, DTensor):
         raise UsageError("sinks: a DTensor; give the whole tensor, such as sinks.full_tensor()")
@@ -48,13 +56,25 @@ def local_parts(
                     f"{name} {list(x.shape)}: a DTensor whose dimension {placement.dim} has unequal shards on "
                     f"{mesh.size(i)} ranks; give a multiple, or {name}.to_local()"
                 )
-    if cp.layout != "contiguous" and cp.n > 1:
-        raise UsageError(
-            f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, or q.to_local() with tokens "
-            "in the order of cp.positions"
-        )
+    _check_tokens(cp, documents)
     placed = partial(DTensor.from_local, device_mesh=mesh, placements=placements, run_check=False)
     return q.to_local(), k.to_local(), v.to_local(), placed
+
+
+def _check_tokens(cp: ContextParallel, documents: Documents | None) -> None:
+    """Raises UsageError unless rank r has the r-th of equal slices of the sequence."""
+    local = "or q.to_local() with tokens in the order of cp.positions"
+    if placement_of(documents):
+        raise UsageError(
+            f"documents with a placement: DTensors have contiguous shards; give documents without one, {local}"
+        )
+    if cp.layout != "contiguous" and cp.n > 1:
+        raise UsageError(f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, {local}")
+    if not cp.in_rank_order:
+        raise UsageError(
+            f"--cp-placement {PLACEMENTS[1]}: DTensors have their shards in the order of the ranks; give "
+            f"{PLACEMENTS[0]}, {local}"
+        )
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:

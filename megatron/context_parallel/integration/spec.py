@@ -27,7 +27,9 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.patches.megatron_experts import parts_of_mlp
 from megatron.context_parallel.patches.megatron_norms import recompute_without_fp8
+from megatron.context_parallel.plan.ir import PLACEMENTS
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from megatron.context_parallel.tokens.mask import Documents, placement_of
 
 from .experts import ExpertProjection, Router
 from .gemma import RowParallelLinearWithNorm, SelfAttentionWithOwnAngles
@@ -115,6 +117,18 @@ class ContextParallelAttention(MegatronModule):
             config.init_method(offset)
         return offset
 
+    def _check_layout(self, documents: Documents | None) -> None:
+        """Raises UsageError unless the tokens lie as in megatron-core."""
+        given = ""
+        if placement_of(documents):
+            given = "documents with a placement: the model's RoPE uses zigzag"
+        elif self.cp.layout != "zigzag" and self.cp.n > 1:
+            given = f"--cp-layout {self.cp.layout}: the model's RoPE uses zigzag"
+        elif not self.cp.in_rank_order:
+            given = f"--cp-placement {PLACEMENTS[1]}: the model's RoPE has the chunks in the order of the ranks"
+        if given:
+            raise UsageError(f"{given}; call use_layout(model, cp) first")
+
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
@@ -143,7 +157,8 @@ class ContextParallelAttention(MegatronModule):
         megatron-core passes its attention mask on as it is. A pass over a cache gives its attention in this place.
 
         Raises:
-            UsageError: an explicit mask, a bias, a cache, or a layout or packed sequences that need `use_layout`.
+            UsageError: an explicit mask, a bias, a cache, or a layout, a placement or packed sequences that need
+                `use_layout`.
         """
         recorder.at_layer(self.layer_number)
         if callable(attention_mask):
@@ -157,15 +172,13 @@ class ContextParallelAttention(MegatronModule):
             raise UsageError(
                 f"{len(query)} queries, {len(key)} keys: megatron-core's caches are not supported; use Session"
             )
-        if self.cp.layout != "zigzag" and self.cp.n > 1 and not self.follows_layout:
-            raise UsageError(
-                f"--cp-layout {self.cp.layout}: the model's RoPE uses zigzag; call use_layout(model, cp) first"
-            )
         documents = None
         if packed_seq_params is not None:
             if not isinstance(packed_seq_params, PackedDocuments):
                 raise UsageError("packed_seq_params: call use_layout(model, cp) first, or pass PackedDocuments")
             documents = packed_seq_params.over(query.shape[1], self.cp.length(query))
+        if not self.follows_layout:
+            self._check_layout(documents)
         out = context_parallel_attention(
             query,
             key,

@@ -1,5 +1,6 @@
 """The blocks of a distributed attention: the order of gathered key rows, and the pieces that a kernel computes."""
 
+from collections.abc import Iterator
 from itertools import chain, pairwise
 from operator import itemgetter
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import Kernel
-from megatron.context_parallel.kernels.masks import Piece, Runs
+from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, of_each_sample
 from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
@@ -18,6 +19,8 @@ from megatron.context_parallel.tokens.slices import Slices
 ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
 AnyChunks = Chunks | ListedChunks | Slices
 PieceRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and their indices among the gathered rows
+RowSlice = slice | tuple[slice, slice]  # rows, or rows and heads
+Cut = tuple[RowSlice, RowSlice, PieceMask]  # a piece of some heads: its queries, its keys, and which of them it sees
 
 
 class Blocks:
@@ -42,13 +45,21 @@ class Blocks:
             undivided = undivided or Blocks(Mask(mask.causal, mask.window), q, kv, kernel)
         self.undivided = undivided
         self._pieces: dict[tuple, list[Piece]] = {}
+        self._cuts: dict[tuple, list[Cut]] = {}
+        self._narrowed: dict[tuple[bytes, ...], Blocks] = {}
         self._order: dict[tuple, list[PieceRows]] = {} if undivided is None else undivided._order
         self._runs: dict[tuple, Runs] = {}
         self._edges: dict[int, list[np.ndarray]] = {}
 
-    def narrowed(self, q: AnyChunks, kv: AnyChunks) -> "Blocks":
-        """The same blocks of chunks without some rows that see, or are seen by, nothing in them."""
-        return Blocks(self.mask, q, kv, self.kernel)
+    def narrowed(self, q: Slices, kv: Slices) -> "Blocks":
+        """The same blocks of chunks without some rows that see, or are seen by, nothing in them.
+
+        Both passes share them if they need the same rows.
+        """
+        key = tuple([of.tobytes() for of in (*q.of_chunks, *kv.of_chunks)])
+        if key not in self._narrowed:
+            self._narrowed[key] = Blocks(self.mask, q, kv, self.kernel)
+        return self._narrowed[key]
 
     def chunks(self, tensor: T) -> AnyChunks:
         """The chunks in which a tensor is sent."""
@@ -135,6 +146,31 @@ class Blocks:
                 cut = self._cut(self.runs(*key), keys) if rows and keys else []
                 self._pieces[key] = [p._replace(q=_all_or(p.q, rows), kv=_all_or(p.kv, keys)) for p in cut]
         return self._pieces[key]
+
+    def cut(self, q_chunk: int, kv_chunks: tuple[int, ...], heads: tuple[float, float], count: int) -> list[Cut]:
+        """The same pieces for a part of `count` heads (of all samples, sorted by sample), as `Attend.heads` gives it.
+
+        A piece of one sample has the heads of its sample only.
+        """
+        key = q_chunk, kv_chunks, heads, count
+        if key not in self._cuts:
+            first, end = [int(count * share + 0.5) for share in heads]
+            self._cuts[key] = [*self._of_heads(self.pieces(q_chunk, kv_chunks), range(first, end), count)]
+        return self._cuts[key]
+
+    def _of_heads(self, pieces: list[Piece], heads: range, count: int) -> Iterator[Cut]:
+        if len(heads) == count and all([piece.sample is None for piece in pieces]):
+            yield from [(piece.q, piece.kv, piece.mask) for piece in pieces]
+            return
+        for piece in of_each_sample(pieces):  # a part of the heads is not a part of each sample
+            here = heads
+            if piece.sample is not None:
+                assert self.mask.documents is not None  # only documents have pieces of a single sample
+                each = count // self.mask.documents.shape[0]
+                here = range(max(heads.start, piece.sample * each), min(heads.stop, (piece.sample + 1) * each))
+            if here:
+                of_heads = slice(here.start, here.stop)
+                yield (piece.q, of_heads), (piece.kv, of_heads), piece.mask
 
     def _of_sequences(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
         """The pieces of a block, each within one sequence."""

@@ -13,21 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
-from megatron.context_parallel.kernels.masks import PieceMask, of_each_sample
 from megatron.context_parallel.kernels.merge import merge
-from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Attend, Key, Plan, ReduceScatter, T
+from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key, Plan, ReduceScatter, T
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.schedule import MessageBatch, ScheduledBlock, schedule
 
-from .blocks import ALL, Blocks
+from .blocks import ALL, Blocks, Cut, RowSlice
 from .buffers import Value, empty
 from .comm.flight_recorder import recorder
 from .comm.transport import Program, Transport, Work
 from .profiler_ranges import marks
 from .rank_rows import Where, rows_of_rank
-
-RowSlice = slice | tuple[slice, slice]  # rows, or rows and heads
-Cut = tuple[RowSlice, RowSlice, PieceMask]  # a piece of a block: its queries, its keys, and which of them it sees
 
 
 @dataclass(frozen=True)
@@ -310,7 +306,7 @@ class Executor:
     def _block(self, block: ScheduledBlock) -> None:
         kv_chunks = block.attend.kv_chunks
         for chunk in block.attend.q_chunks:
-            cut = self._pieces(chunk, block.attend)
+            cut = self.blocks.cut(chunk, kv_chunks, block.attend.heads, self.q.shape[1])
             if self.plan.backward:
                 self._backward(chunk, kv_chunks, cut)
             else:
@@ -350,25 +346,6 @@ class Executor:
             gathered_k[where] = k
             gathered_v[where] = v
         return gathered_k, gathered_v
-
-    def _pieces(self, chunk: int, block: Attend) -> list[Cut]:
-        """The pieces of a query chunk of a block, for the heads of the block and of each piece's sample."""
-        pieces = self.blocks.pieces(chunk, block.kv_chunks)
-        if block.share == 1 and all([piece.sample is None for piece in pieces]):
-            return [(piece.q, piece.kv, piece.mask) for piece in pieces]
-        documents, count = self.blocks.mask.documents, self.q.shape[1]
-        first, end = [int(count * share + 0.5) for share in block.heads]
-        found: list[Cut] = []
-        for piece in of_each_sample(pieces):  # heads are sorted by sample: a part of them is not a part of each sample
-            heads = range(first, end)
-            if piece.sample is not None:
-                assert documents is not None  # only documents have pieces of a single sample
-                each = count // documents.shape[0]
-                heads = range(max(first, piece.sample * each), min(end, (piece.sample + 1) * each))
-            if heads:
-                of_heads = slice(heads.start, heads.stop)
-                found.append(((piece.q, of_heads), (piece.kv, of_heads), piece.mask))
-        return found
 
     def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
         key = (T.O, chunk)

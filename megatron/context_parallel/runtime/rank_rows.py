@@ -83,10 +83,10 @@ class SomeRows(AllRows):
 
 
 def rows_of_rank(sets: RowSets | None, rank: int, blocks: Blocks, device: torch.device) -> AllRows:
-    """The rows of one rank; made once for all layers."""
+    """The rows of one rank; made once for all layers whose blocks the same kernel cuts."""
     if sets is None:
         return AllRows(blocks)
-    key = rank, device
+    key = rank, device, blocks.kernel
     if key not in sets.of_ranks:
         sets.of_ranks[key] = SomeRows(sets, rank, blocks, device)
     return sets.of_ranks[key]

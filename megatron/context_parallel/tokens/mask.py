@@ -312,18 +312,11 @@ class Mask:
         There is a span for each part of a document in each slice. It has all keys that one of the queries sees. It
         may have more only where the stride of a slice is larger than the window.
         """
-        first, last = self._parts(chunks, chunk)
-        low = self.seen(torch.from_numpy(first))[0]
-        high = self.seen(torch.from_numpy(last))[1]
-        return self._in_documents(first, low, high)
+        return self._spans(chunks, chunk)[1:]
 
     def spans_of_keys(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         """The queries that see the keys of a chunk, as `spans`."""
-        first, last = self._parts(chunks, chunk)
-        mirrored = Mask(False, self._mirrored_window(), self.documents)
-        low = mirrored.seen(torch.from_numpy(first))[0]
-        high = mirrored.seen(torch.from_numpy(last))[1]
-        return self._in_documents(first, low, high)
+        return Mask(False, self._mirrored_window(), self.documents)._spans(chunks, chunk)[1:]
 
     def _mirrored_window(self) -> tuple[int, int]:
         """The queries before and after a key that see it."""
@@ -345,24 +338,29 @@ class Mask:
         next_cut = np.append(cut[1:], np.iinfo(np.int64).max)
         return cut, np.where(next_cut <= last[of], next_cut - stride[of], last[of])
 
-    def _in_documents(self, first: np.ndarray, low: Tensor, high: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """The spans low .. high [samples, parts] that are not empty, without those of tokens of no document."""
-        some = (high > low).numpy()
+    def _spans(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each part of a document in a chunk whose queries see any key: its first position, and the span of keys.
+
+        A token of no document sees none.
+        """
+        first, last = self._parts(chunks, chunk)
+        low, high = self.seen(torch.from_numpy(first))[0].numpy(), self.seen(torch.from_numpy(last))[1].numpy()
+        some = high > low
         if isinstance(self.documents, Documents):
             for sample, (edges, inside) in enumerate(zip(self.documents.edges, self.documents.inside, strict=True)):
                 some[sample] &= inside[np.searchsorted(edges[1:], first, side="right")]
-        return low.numpy()[some], high.numpy()[some]
+        return np.broadcast_to(first, some.shape)[some], low[some], high[some]
 
     def _pairs_of_placement(self, placement: Placement) -> Pairs:
         starts, owners = placement.owners()
+        everything = Slices([np.stack((starts, np.ones_like(starts), np.diff(starts, append=placement.length)), 1)])
+        first, low, high = self._spans(everything, 0)
+        queries = owners[np.searchsorted(starts, first, side="right") - 1]
+        begin = np.searchsorted(starts, low, side="right") - 1  # the slices that each span begins and ends in
+        count = np.searchsorted(starts, high, side="left") - begin
+        behind = np.repeat(np.cumsum(count) - count, count)
+        slices = np.repeat(begin, count) + np.arange(count.sum()) - behind
         seen = np.zeros((placement.n, placement.n), bool)
-        for chunk in range(placement.n):
-            low, high = self.spans(placement, chunk)
-            first = np.searchsorted(starts, low, side="right") - 1  # the slices that each span begins and ends in
-            last = np.searchsorted(starts, high, side="left")
-            count = last - first
-            behind = np.repeat(np.cumsum(count) - count, count)
-            slices = np.repeat(first, count) + np.arange(count.sum()) - behind
-            seen[chunk, owners[slices]] = True
+        seen[np.repeat(queries, count), owners[slices]] = True
         rows = np.packbits(seen, axis=1, bitorder="little")
         return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))

@@ -24,6 +24,7 @@ from .mask import Documents, Mask
 from .placement import Placement
 
 _TOLERANCE = 0.01  # of the work of a rank: no document is cut for less
+_FEW = 64  # documents that are looked at before all others
 _LIMITS = (1.0, 1.25)  # of the mean work: how much a rank may get before a document is cut
 
 
@@ -206,16 +207,25 @@ class _Filling:
     def _take_whole(self) -> None:
         """Takes whole documents that bring work that the rank lacks, always the densest that it can take."""
         while self._lacks_work():
-            rows = self.left[::-1]
-            work = rows * self.density[::-1]
-            can = self._may_take(rows, work, self.most) & (rows > 0)
-            first = int(can.argmax())
-            if not can[first] or work[first] <= self._least(self.room) - self._least(self.room - rows[first]):
+            last = self._densest_that_fits()
+            rows = self.left[last]
+            if last < 0 or rows * self.density[last] <= self._least(self.room) - self._least(self.room - rows):
                 return
-            together = self._may_take(rows[first:].cumsum(), work[first:].cumsum(), self.target)
-            count = max(1, int(np.append(together, False).argmin()))  # of those from `first` on, that fit together
-            run = len(self.left) - 1 - np.arange(first, first + count)
+            ends = slice(int(self._rows.searchsorted(self._rows[last + 1] - self.room)), last + 1)
+            together = self._rows[last + 1] - self._rows[ends], self._work[last + 1] - self._work[ends]
+            fit = self._may_take(*together, self.target)[::-1]  # from the last one down
+            run = np.arange(last + 1 - max(1, int(np.append(fit, False).argmin())), last + 1)
             self._take(run, self.left[run])
+
+    def _densest_that_fits(self) -> int:
+        """The densest document of which the rank can have all that is left; -1 if there is none."""
+        count = len(self.left)
+        for first in (max(0, count - _FEW), 0):  # seldom another one
+            rows = self.left[first:]
+            can = self._may_take(rows, rows * self.density[first:], self.most) & (rows > 0)
+            if can.any():
+                return first + int(np.flatnonzero(can)[-1])
+        return -1
 
     def _shortest_that_closes(self) -> int:
         """The shortest document of which a part brings the work that the rank lacks."""
@@ -258,8 +268,11 @@ class _Filling:
         return (room >= 0) & least & enough
 
 
-def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[list[tuple[int, int]]]:
-    """The slices of the batch that each rank has: of a document that is cut, one from each side of what is left."""
+def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[np.ndarray]:
+    """The slices that each rank has: int64 [slices, 2] each, first tokens and ends.
+
+    Of a document that is cut it has one from each side of what is left.
+    """
     document, rank, rows = shares[:, np.argsort(shares[0], kind="stable")]
     first = np.diff(document, prepend=-1) > 0  # shares of documents
     last = np.append(first[1:], True)
@@ -270,7 +283,7 @@ def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[list[tuple[int, int
     slices = np.stack((np.append(begin, end - rows + front), np.append(begin + front, end)), axis=1)
     order = np.lexsort((slices[:, 0], owner))
     order = order[slices[order, 0] < slices[order, 1]]
-    return [of_rank.tolist() for of_rank in np.split(slices[order], np.searchsorted(owner[order], np.arange(1, n)))]
+    return np.split(slices[order], np.searchsorted(owner[order], np.arange(1, n)))
 
 
 def _before(numbers: np.ndarray, first: np.ndarray) -> np.ndarray:

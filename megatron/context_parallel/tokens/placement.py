@@ -27,10 +27,10 @@ class Placement(Slices):
         UsageError: a token is in no chunk or in two, slices do not ascend, or chunks have different numbers of rows.
     """
 
-    def __init__(self, slices: Sequence[Sequence[tuple[int, int]]]) -> None:
+    def __init__(self, slices: Sequence[Sequence[tuple[int, int]] | np.ndarray]) -> None:
         of_chunks = []
         for chunk, given in enumerate(slices):
-            ranges = np.array([*given], np.int64).reshape(-1, 2)
+            ranges = np.asarray(given, np.int64).reshape(-1, 2)
             starts, ends = ranges.T
             if (starts >= ends).any() or (starts[1:] < ends[:-1]).any():
                 raise UsageError(f"placement: the slices of chunk {chunk} do not ascend, such as (0, 4), (8, 12)")
@@ -75,7 +75,16 @@ class Placement(Slices):
         return starts[order], chunks[order]
 
     def shard(self, x: Tensor, rank_chunk: int, ranks: int, dim: int = 0) -> Tensor:
-        """The tokens of a rank (`of_rank`) of the whole batch: [..., length, ...] to [..., length / ranks, ...]."""
+        """The tokens of a rank (`of_rank`) of the whole batch: [..., length, ...] to [..., length / ranks, ...].
+
+        Raises:
+            UsageError: the tensor has another number of tokens.
+        """
+        if x.shape[dim] != self.length:
+            raise UsageError(
+                f"placement of {self.length} tokens: a tensor {list(x.shape)} has {x.shape[dim]} in dimension {dim}; "
+                "lay the samples of the batch end to end"
+            )
         return x.index_select(dim, self.of_rank(rank_chunk, ranks).to(x.device))
 
     def unshard(self, parts: list[Tensor]) -> Tensor:

@@ -73,14 +73,18 @@ class Slices:
 
     def _narrowed(self, chunk: int, rows: RowSet) -> np.ndarray:
         """The slices of a chunk, cut to these rows."""
+        if np.array_equal(rows, [(0, self.counts[chunk])]):
+            return self.of_chunks[chunk]
+        if not len(rows):
+            return self.of_chunks[chunk][:0]
         start, stride, count = self.of_chunks[chunk].T
         first_rows = self._first_rows[chunk]
         cuts = np.unique(np.concatenate((rows[:, 0], first_rows)))  # where ranges or slices begin
         in_range = np.searchsorted(rows[:, 0], cuts, side="right") - 1
-        cuts = cuts[(in_range >= 0) & (cuts < rows[in_range, 1])] if len(rows) else cuts[:0]
+        cuts = cuts[(in_range >= 0) & (cuts < rows[in_range, 1])]
         in_slice = np.searchsorted(first_rows, cuts, side="right") - 1
         in_range = np.searchsorted(rows[:, 0], cuts, side="right") - 1
-        ends = np.minimum(rows[in_range, 1], first_rows[in_slice] + count[in_slice]) if len(cuts) else cuts
+        ends = np.minimum(rows[in_range, 1], first_rows[in_slice] + count[in_slice])
         positions = start[in_slice] + (cuts - first_rows[in_slice]) * stride[in_slice]
         return np.stack((positions, stride[in_slice], ends - cuts), 1)
 

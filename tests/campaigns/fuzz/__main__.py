@@ -85,10 +85,11 @@ class Fuzz:
     def table(self) -> str:
         """By strategy and dtype the largest errors."""
         lines = ["largest errors of calls that passed, as shares of what is allowed"]
-        lines += [f"{'strategy':14}{'dtype':10}{'calls':>6}  " + "".join(f"{what:>8}" for what in WHAT)]
+        width = 2 + max(map(len, ["strategy", *(name for name, _ in self.calls)]))
+        lines += [f"{'strategy':{width}}{'dtype':10}{'calls':>6}  " + "".join(f"{what:>8}" for what in WHAT)]
         for key in sorted(self.calls):
             errors = "".join(f"{share:8.2f}" for share in self.worst[key])
-            lines.append(f"{key[0]:14}{key[1]:10}{self.calls[key]:6}  {errors}")
+            lines.append(f"{key[0]:{width}}{key[1]:10}{self.calls[key]:6}  {errors}")
         return "\n".join(lines)
 
 

@@ -6,11 +6,12 @@ from random import Random
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import PLACEMENTS
-from megatron.context_parallel.strategies import Strategy
+from megatron.context_parallel.strategies import Strategy, asked
 
 IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
 MOST_RANKS = 64  # in one process
 MOST_SPLIT_IN_ROUNDS = 8  # head-parallel ranks; with more, there would be too many heads
+KERNELS = {"float64": ("default", "reference", "runs"), "float32": ("default", "default", "runs")}
 LONGEST = 600  # tokens; the oracle's matrices have the square of it
 
 
@@ -20,7 +21,8 @@ class Call:
 
     Attributes:
         seed: of the inputs.
-        kernel: "default", or "reference" for the package's exact one.
+        kernel: "default", "reference" for the package's exact one, or "runs" for the same with whole blocks. It gets
+            them as runs of all samples, like the kernel for GPUs.
         documents: for each sample (or one for all) runs (id, tokens), of which neighbours differ; id -1 is padding.
         documents_as: how documents are given: by "ids", by their end tokens ("after"), or by cu_seqlens ("packed").
         placement: of the batch, its samples end to end: for each chunk slices [first, end], or for how many chunks the
@@ -59,6 +61,8 @@ class Case:
     """A context group and its calls: forward in turn, then backward from the last to the first, like layers.
 
     `groups` of n ranks do the same side by side, on ranks only: rank r belongs to group r % groups.
+
+    With `in_turn` the backward passes have the order of the forward passes, like micro batches in a pipeline.
     """
 
     kind: str
@@ -68,6 +72,7 @@ class Case:
     options: dict
     calls: list[Call]
     groups: int = 1
+    in_turn: bool = False
 
 
 def to_json(case: Case) -> str:
@@ -111,16 +116,22 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     unit = (2 * n if layout == "zigzag" else n) * options.get("token_rounds", 1)
     first = _call(random, n, 1 if careless else size, rounds, unit)
     calls = [first]
-    for _ in range(random.choice((0, 0, 1, 2))):  # most often another layer: the same but for the data
-        another = Call(**vars(first)) if random.random() < 0.6 else _call(random, n, size, rounds, unit)
-        another.seed = random.randrange(10**6)
-        calls.append(another)
+    for _ in range(random.choice((0, 0, 1, 2))):
+        calls.append(_another(random, first, n, size, rounds, unit))
     groups = random.randint(1, ranks // n) if kind == ON_RANKS else 1
     if random.random() < 0.1:
         options["partials_in_16_bits"] = True
         for call in calls:
             call.dtype, call.kernel = "bfloat16", "default"
-    return Case(kind, strategy.name, layout, n, options, calls, groups)
+    name = strategy.name if random.random() < 0.9 else _with_another_backward_pass(random, strategy, layout, options)
+    return Case(kind, name, layout, n, options, calls, groups, random.random() < 0.5)
+
+
+def _with_another_backward_pass(random: Random, strategy: Strategy, layout: str, options: dict) -> str:
+    """The spec of two strategies that share the tokens alike. It takes the first one's own options out of `options`."""
+    fitting = [s for s in STRATEGIES.values() if layout in s.layouts and s.head_parallel == strategy.head_parallel]
+    own = {name: options.pop(name) for name in strategy.options if name in options}
+    return f"{asked(strategy.name, **own)}+{random.choice(fitting).name}"
 
 
 def _head_parallel_size(random: Random, strategy: Strategy, n: int) -> int:
@@ -166,7 +177,7 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
     call = Call(random.randrange(10**6), length, heads, kv_heads, random.choice((1, 2, 4, 5, 8, 16, 16, 32, 64)))
     call.batch = random.choice((1, 2)) if length * heads > 3000 else random.randint(1, 3)
     call.dtype = random.choice(("float32", "float32", "float64", "bfloat16"))
-    call.kernel = random.choice(("default", "reference")) if call.dtype == "float64" else "default"
+    call.kernel = random.choice(KERNELS.get(call.dtype, ("default",)))
     call.causal = random.random() < 0.7
     if random.random() < 0.35:
         call.window = tuple(random.choice((-1, 0, 1, random.randint(0, length), random.randint(0, 20))) for _ in "ba")
@@ -177,11 +188,32 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
     call.scale = random.choice((None, None, 1.0, 0.05, 0.37))
     call.inputs = random.choice(("ordinary", "ordinary", "large", "sink"))
     call.strided, call.recompute = random.random() < 0.2, random.random() < 0.15
-    if call.documents and n % head_parts == 0 and random.random() < 0.5:
-        call.documents = call.documents * (call.batch // len(call.documents))
-        call.placement = random.choice((n // head_parts, _slices(random, n // head_parts, call.batch * length)))
     _new_features(random, call, unit)
+    if call.documents:
+        _place(random, call, n, head_parts)
     return call
+
+
+def _another(random: Random, first: Call, n: int, head_parts: int, rounds: int, unit: int) -> Call:
+    """The next call: most often another layer of the model, the same but for the data; or the same in another batch."""
+    kind = random.choice(("layer", "layer", "unlike layer", "batch", "call"))
+    call = _call(random, n, head_parts, rounds, unit) if kind == "call" else Call(**vars(first))
+    call.seed = random.randrange(10**6)
+    if kind == "unlike layer":
+        call.window = random.choice((call.window, (random.randint(0, call.length), -1)))
+        call.softcap, call.scale = 5.0 - min(5.0, call.softcap), 0.37
+    elif kind == "batch" and call.documents:
+        call.documents = [_runs(random, call.length, call.documents_as != "after") for _ in range(call.batch)]
+        _place(random, call, n, head_parts)
+    return call
+
+
+def _place(random: Random, call: Call, n: int, head_parts: int) -> None:
+    """Perhaps gives a batch of documents its own placement."""
+    call.placement = None
+    if n % head_parts == 0 and random.random() < 0.5:
+        call.documents = call.documents * (call.batch // len(call.documents))
+        call.placement = random.choice((n // head_parts, _slices(random, n // head_parts, call.batch * call.length)))
 
 
 def _slices(random: Random, n: int, length: int) -> list[list[list[int]]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.attention.plans import Plans
+from megatron.context_parallel.kernels.masks import Piece, Runs
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
@@ -54,7 +55,7 @@ def run(case: Case, pool: "Pool") -> list[Results]:
         UsageError: the package refused the case.
         Failure: it hung, raised something else, or put tokens in a wrong place.
     """
-    case = replace(case, calls=[_with_slices(call) for call in case.calls])
+    case = replace(case, calls=_with_slices(case.calls))
     if case.kind == ON_RANKS:
         of_ranks = pool(case)
         return [_join(case, of_ranks[group :: case.groups]) for group in range(case.groups)]
@@ -92,38 +93,55 @@ class _MutatedPlans(Plans):
         return plan
 
 
+class _WholeBlocks(Reference):
+    """Takes a block in one piece."""
+
+    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+        return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
+
+
 Own = Callable[[Tensor, Call, Documents | None], Tensor]
 
 
 def perform(case: Case, cp: AllRanks | ContextParallel, own: Own) -> Results:
-    """All calls of a case, forward in turn and backward the other way; `own` takes a rank's tokens of whole tensors."""
-    passes, documents = [], {}
-    for call in case.calls:
-        *tensors, sinks = inputs(call)
-        how = _how(call, documents, sinks)
-        parts = [own(x, call, how.get("documents")) for x in tensors]
-        *leaves, dout = (_view(x) if call.strided else x for x in parts)
-        leaves = [x.requires_grad_() for x in [*leaves, sinks] if x is not None]
-        before = [x.detach().clone() for x in (*leaves, dout)]
+    """All calls of a case, all forward passes first; `own` takes a rank's tokens of whole tensors."""
+    documents: dict[str, Documents] = {}
+    kept: deque = deque()  # one for all calls, like that of a layer with several batches in a pipeline
+    calls = [_prepared(call, documents, own) for call in case.calls]
+    for call, (leaves, _, _, how) in zip(case.calls, calls, strict=True):
         if call.recompute:
-            how["kept"] = deque()
             with torch.no_grad():
-                context_parallel_attention(*leaves[:3], cp, **how)
-        out, lse = context_parallel_attention(*leaves[:3], cp, return_lse=True, **how)
+                context_parallel_attention(*leaves[:3], cp, **how, kept=kept)
+    passes = []
+    for call, (leaves, dout, before, how) in zip(case.calls, calls, strict=True):
+        again = {"kept": kept} if call.recompute else {}
+        out, lse = context_parallel_attention(*leaves[:3], cp, return_lse=True, **how, **again)
         passes.append((out, lse, leaves, dout, before))
-    results = []
-    for out, lse, leaves, dout, before in reversed(passes):
-        results.insert(0, [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)])
+    results: Results = [[] for _ in passes]
+    order = range(len(passes)) if case.in_turn else reversed(range(len(passes)))
+    for i in order:
+        out, lse, leaves, dout, before = passes[i]
+        results[i] = [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
         assert out.dtype == dout.dtype, f"an output of {out.dtype} for inputs of {dout.dtype}"
         assert lse.dtype == torch.promote_types(dout.dtype, torch.float32), f"a log-sum-exp of {lse.dtype}"
         assert all(map(torch.equal, (*leaves, dout), before)), "the inputs were changed"
     return results
 
 
+def _prepared(call: Call, documents: dict[str, Documents], own: Own) -> tuple[list[Tensor], Tensor, list[Tensor], dict]:
+    """A rank's leaves, its output gradient, copies of both, and the other arguments of a call."""
+    *tensors, sinks = inputs(call)
+    how = _how(call, documents, sinks)
+    parts = [own(x, call, how.get("documents")) for x in tensors]
+    *leaves, dout = (_view(x) if call.strided else x for x in parts)
+    leaves = [x.requires_grad_() for x in [*leaves, sinks] if x is not None]
+    return leaves, dout, [x.detach().clone() for x in (*leaves, dout)], how
+
+
 def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> dict:
     how = {"causal": call.causal, "window": call.window, "scale": call.scale}
-    if call.kernel == "reference":
-        how["kernel"] = Reference()
+    if call.kernel != "default":
+        how["kernel"] = Reference() if call.kernel == "reference" else _WholeBlocks()
     if call.documents is not None:
         key = call.documents_as + str((call.documents, call.placement))  # one object for the layers of a batch
         if key not in documents:
@@ -160,14 +178,23 @@ def _documents(call: Call) -> Documents:
     return Documents.after(ends)
 
 
-def _with_slices(call: Call) -> Call:
-    """The call, with the solver's slices if it asks for them. Links are free, slow or very slow."""
-    if not isinstance(call.placement, int):
-        return call
+def _with_slices(calls: list[Call]) -> list[Call]:
+    """The calls, with the solver's slices where they ask for them: those of the first layer for all of a batch."""
+    slices: dict[str, list] = {}
+    placed = []
+    for call in calls:
+        batch = str((call.documents_as, call.documents, call.placement))
+        if isinstance(call.placement, int) and batch not in slices:
+            slices[batch] = _solved(call, call.placement)
+        placed.append(replace(call, placement=slices.get(batch, call.placement)))
+    return placed
+
+
+def _solved(call: Call, chunks: int) -> list[list[list[int]]]:
+    """The solver's slices. Links are free, slow or very slow."""
     costs = Costs(1.0, row_inside=(0.0, 10.0, 1000.0)[call.seed % 3])
-    found = place(_documents(call), call.placement, costs, call.causal, [call.window])
-    slices = [[[first, first + rows] for first, _, rows in of_chunk.tolist()] for of_chunk in found.of_chunks]
-    return replace(call, placement=slices)
+    found = place(_documents(call), chunks, costs, call.causal, [call.window])
+    return [[[first, first + rows] for first, _, rows in of_chunk.tolist()] for of_chunk in found.of_chunks]
 
 
 def _as_given(call: Call, results: list[Tensor]) -> list[Tensor]:
