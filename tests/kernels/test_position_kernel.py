@@ -17,21 +17,15 @@ from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
 from megatron.context_parallel.kernels.position.tiles import Tiles
 from tests.support.dense import dense_attention, visible
-from tests.support.releases import installed
+from tests.support.interpreter import interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    if installed("triton") < (3, 7) and installed("numpy") >= (2, 4):
-        pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        pool.submit(torch.set_num_threads, 1).result()  # starts it
-    with pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
+    with interpreter() as run:
+        yield run
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------

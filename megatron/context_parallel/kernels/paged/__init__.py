@@ -4,6 +4,6 @@ In: queries of a decode step, a cache in pages, and for each query its pages as 
 their log-sum-exp. Start with `kernel.py`; the device code is in `device.py`.
 """
 
-from .kernel import PagedKernel, Seen, refusal
+from .kernel import PagedKernel, Seen, merge_rows, refusal
 
-__all__ = ["PagedKernel", "Seen", "refusal"]
+__all__ = ["PagedKernel", "Seen", "merge_rows", "refusal"]

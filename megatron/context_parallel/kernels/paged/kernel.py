@@ -76,7 +76,8 @@ class PagedKernel:
         processors: int | None = None,
     ) -> None:
         if processors is None:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            on_gpu = device.type == "cuda"
+            processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
         self.device = device
         self.kv_heads, self.group = kv_heads, heads // kv_heads
         parts = min(MOST_PARTS, -(-PROGRAMS * processors // (likely * kv_heads)))
@@ -96,7 +97,7 @@ class PagedKernel:
         from .device import paged_kernel
 
         parts, rows, _, value_dim = self.outs.shape
-        tiles = self._tiles(q, value_dim)
+        tiles = self._tiles(q, value_dim, form)
         k_scales, v_scales = (x.flatten(1).view(torch.float32) if form else x for x in (k, v))
         tiles_of_group = -(-self.group // tiles.rows)
         d, e = PARTS[q.shape[-1]]
@@ -109,9 +110,11 @@ class PagedKernel:
         )  # fmt: skip
         merge_rows(out, lse, self.outs, self.lses)
 
-    def _tiles(self, q: Tensor, value_dim: int) -> Tiles:
+    def _tiles(self, q: Tensor, value_dim: int, form: str | None) -> Tiles:
         small = q.dtype is torch.float32 or self.device.type == "cpu"  # the interpreter
         tiles = FLOAT32 if small else TILES_OF_FEW_ROWS[max(q.shape[-1], value_dim)]
+        if form:  # rows of 8 bits and of 16 need registers at once
+            tiles = tiles._replace(rows=16, keys=tiles.keys // 2, stages=min(tiles.stages, 2))
         return tiles._replace(rows=min(tiles.rows, max(16, 1 << (self.group - 1).bit_length())))
 
 
