@@ -9,7 +9,6 @@ from megatron.context_parallel.integration.spec import ContextParallelAttention
 from megatron.context_parallel.patches.torch_all_gather import all_gather
 from megatron.context_parallel.runtime.comm.host_sockets import Exchange, HostSockets
 from megatron.context_parallel.runtime.comm.torch_works import Work, WorkBatch
-from megatron.context_parallel.runtime.sinks import add_sinks
 
 from .cache import KVCache
 from .decode_pages import DecodePages, can_attend_to_pages
@@ -73,6 +72,7 @@ class DecodeAttention:
             self.by_socket["receive"] = Exchange(sockets, leaving, coming)
         elif n > 1:
             self.mine = torch.zeros_like(self.mine)
+        self.weight = self.parts.new_zeros(size, heads.queries)  # of all keys beside a sink
         self.keys: DecodePages | DecodeRuns
         if can_attend_to_pages(cache, heads, cores, dtype, device):
             self.keys = DecodePages(cache, heads, cores, self.gathered, self.sent, self.parts)
@@ -120,6 +120,7 @@ class DecodeAttention:
         if self.group.n == 1 and sinks is None:
             return self.parts[0, ..., :-1]
         merged = self.keys.merged()
-        if sinks is not None:
-            add_sinks(merged.unsqueeze(1), self.keys.merged_lse().unsqueeze(1), sinks)
+        if sinks is not None:  # as `add_sinks`, in a buffer
+            torch.sub(self.keys.merged_lse(), sinks, out=self.weight)
+            merged.mul_(self.weight.sigmoid_().nan_to_num_(0.0).unsqueeze(-1))
         return merged

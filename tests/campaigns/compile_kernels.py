@@ -1,6 +1,6 @@
 """Compiles the position kernel and the paged kernel ahead of time, without a GPU, through the calls that launch them.
 
-python -m tests.campaigns.compile_position_kernel   # fails if a kernel spills, or takes too much shared memory
+python -m tests.campaigns.compile_kernels   # fails if a kernel spills, or takes too much shared memory
 """
 
 import itertools
