@@ -20,7 +20,7 @@ from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Run
 from megatron.context_parallel.kernels.merge_triton import merge_fused
 from megatron.context_parallel.kernels.position import kernel as position
 
-from .compile_position_kernel import Driver
+from .compile_kernels import Driver
 
 LIBRARY = """
 #include <cuda.h>

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.commands import gpu_check
-from megatron.context_parallel.commands.gpu_checks import common, compile, errors, speed, stages
+from megatron.context_parallel.commands.gpu_checks import common, compile, decode, errors, speed, stages
 from megatron.context_parallel.commands.gpu_checks.bars import STAGES
 from megatron.context_parallel.kernels.position.tiles import TILES, Tiles
 from megatron.context_parallel.runtime.comm import transport
@@ -29,6 +29,8 @@ SMALL = common.CheckSizes(
     lengths=(256,),
     speed_head_dims=(64,),
     heads=((2, 2),),
+    decode_rows=2,
+    decode_tokens=2048,
     repeats=1,
     overhead_rows_per_rank=32,
     overhead_heads=(4, 2),
@@ -81,6 +83,7 @@ def host(monkeypatch):
     monkeypatch.setattr(stages.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="580.159.04\n"))
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(transport, "post", to_itself)
+    monkeypatch.setattr(decode, "capture", lambda call: call)
     monkeypatch.setattr(errors, "STRATEGIES", ["ring", "attention2d"])
     monkeypatch.setattr(errors, "BOUNDS", {torch.bfloat16: errors.BOUNDS[torch.bfloat16]})
     monkeypatch.setattr(speed, "REPEATS", 2)
@@ -109,6 +112,8 @@ def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
     assert [row["call"] for row in lines if row.get("table") == "calls of one rank" and row["bound"]] == [
         "all_gather", "trade", "reduce_scatter", "messages_to_itself"
     ]  # fmt: skip
+    decoded = [row for row in lines if row.get("table") == "decode"]
+    assert [row["format"] for row in decoded] == ["auto", "int8", "fp8"] * 2
     swept = [line for line in lines if line.get("table") == "tiles"]
     assert {row["kernel"] for row in swept} == {"forward", "dq", "dkv"} and all(row["ms"] for row in swept)
     first = next(row for row in swept if row["kernel"] == "dkv")

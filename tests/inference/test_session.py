@@ -5,8 +5,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron.context_parallel import ContextParallel, UsageError
 from megatron.context_parallel.inference.batch_layout import BatchLayout
@@ -16,6 +14,7 @@ from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.patches.torch_cpu_attention import cpu_attention
 from megatron.context_parallel.runtime.comm.host_sockets import HostSockets
+from tests.support.nothing_new import NothingNew
 from tests.support.session_case import (
     VOCABULARY,
     greedy,
@@ -240,7 +239,7 @@ def _steps_and_plans() -> None:
     of.forward({s: [s] * 9 for s in sequences})
     logits = of.forward({s: [s] for s in sequences})
     (step,) = of._steps.values()
-    with torch.no_grad(), NothingNew():
+    with torch.no_grad(), NothingNew(cpu_attention):  # it has no other form
         again = step.run()
         with pytest.raises(AssertionError, match=r"add\.Tensor makes a new tensor"):
             _ = again + 1
@@ -248,25 +247,6 @@ def _steps_and_plans() -> None:
             again[0, 0].item()
     for row, sequence in enumerate(logits):
         assert torch.equal(again[row, :VOCABULARY], logits[sequence])
-
-
-class NothingNew(TorchDispatchMode):
-    """Refuses what a CUDA graph does not capture: new tensors, and reading a tensor on the host.
-
-    Only the attention of a row over a run of keys may return new tensors: PyTorch's operation has no other form.
-    """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        assert "_local_scalar_dense" not in str(func), func
-        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
-        new = any(x.untyped_storage().data_ptr() not in given for x in _tensors(result))
-        assert not new or func.overloadpacket is cpu_attention, f"{func} makes a new tensor"
-        return result
-
-
-def _tensors(tree: object) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 KINDS = [

@@ -17,21 +17,15 @@ from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
 from megatron.context_parallel.kernels.position.tiles import Tiles
 from tests.support.dense import dense_attention, visible
-from tests.support.releases import installed
+from tests.support.interpreter import interpreter
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    if installed("triton") < (3, 7) and installed("numpy") >= (2, 4):
-        pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        pool.submit(torch.set_num_threads, 1).result()  # starts it
-    with pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
+    with interpreter() as run:
+        yield run
 
 
 # -- masks ---------------------------------------------------------------------------------------------------------
@@ -567,15 +561,17 @@ def test_fused_merge_keeps_the_digits_of_small_weights(interpreted):
 
 
 def test_compiles_without_spills():
-    """Values of another head_dim, with a softcap; `tests/campaigns/compile_position_kernel.py` does all."""
-    from tests.campaigns.compile_position_kernel import SCALAR_COPIES, SHARED, compile_block
+    """Values of another head_dim, with a softcap; `tests/campaigns/compile_kernels.py` does all."""
+    from tests.campaigns.compile_kernels import SCALAR_COPIES, SHARED, compile_block, compile_pages
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         kernels = pool.submit(compile_block, 90, 192, torch.bfloat16, "runs", 128, 30.0).result()
+        kernels += pool.submit(compile_pages, 90, 128, 128, torch.bfloat16, None, 8).result()
     for kernel in kernels:
         assert not kernel.spilled, kernel
         assert kernel.shared <= SHARED[90], kernel
         assert kernel.scalar_copies <= SCALAR_COPIES, kernel
-        if kernel.kernel in ("by_head_kernel", "output_kernel", "merge_parts_kernel", "few_rows_kernel"):
+        few = "few_rows_kernel", "merge_parts_kernel", "paged_kernel"
+        if kernel.kernel in ("by_head_kernel", "output_kernel", *few):
             continue  # no matrix products, or of fewer rows than wgmma takes
         assert kernel.wgmma, kernel

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, PieceMask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
 from megatron.context_parallel.kernels.merge import merge
+from megatron.context_parallel.kernels.quantized import unpack
 from megatron.context_parallel.kernels.reference import Reference
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -256,11 +257,30 @@ def _few_rows(**x: Any) -> None:
 
 
 def _merge_parts(**x: Any) -> None:
-    lse = x["lse_of_parts"].logsumexp(0)
-    weights = (x["lse_of_parts"] - lse.masked_fill(lse.isneginf(), 0.0)).exp().unsqueeze(-1)
-    out = (weights * x["out_of_parts"]).sum(0)
-    x["out"].copy_(out.unflatten(1, (x["s"], x["group"])).transpose(0, 1))
-    x["lse"].copy_(lse.unflatten(1, (x["s"], x["group"])).transpose(0, 1))
+    """The rows of a part are in one line: by head, row, and query head of a group."""
+    lse_of_parts, out_of_parts = x["lse_of_parts"].flatten(1), x["out_of_parts"].flatten(1, -2)
+    lse = lse_of_parts.logsumexp(0)
+    weights = (lse_of_parts - lse.masked_fill(lse.isneginf(), 0.0)).exp().unsqueeze(-1)
+    line = x["heads"], x["s"], x["group"]
+    out = (weights * out_of_parts).sum(0).unflatten(0, line).transpose(0, 1)
+    x["out"].copy_(out.reshape(x["out"].shape))
+    x["lse"].copy_(lse.unflatten(0, line).transpose(0, 1).reshape(x["lse"].shape))
+
+
+def _paged(**x: Any) -> None:
+    """All keys of a row in the first part."""
+    x["out"].zero_()
+    x["lse"].fill_(-torch.inf)
+    k, v = x["k"], x["v"]
+    if x["FORM"]:
+        k, v = (unpack(y, x["FORM"], x["q"].dtype) for y in (k, v))
+    for row, (first, end) in enumerate(zip(x["first"].tolist(), x["end"].tolist(), strict=True)):
+        at = torch.arange(first, end)
+        slots = x["table"][row].long()[at // x["PAGE"]] * x["PAGE"] + at % x["PAGE"]
+        q = x["q"][row].unflatten(0, (-1, x["group"])).unsqueeze(0)
+        out, lse = Reference().forward(q, k[slots], v[slots], FULL, Scores(x["scale"]))
+        x["out"][0, row].copy_(out.flatten(1, 2)[0])
+        x["lse"][0, row].copy_(lse.flatten(1, 2)[0])
 
 
 def _gradients(x: dict, parts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -298,6 +318,7 @@ def _output(**x: Any) -> None:
 KERNELS = {
     "forward_kernel": _forward,
     "few_rows_kernel": _few_rows,
+    "paged_kernel": _paged,
     "merge_parts_kernel": _merge_parts,
     "query_grad_kernel": _query_grad,
     "key_grad_kernel": _key_grad,

@@ -20,6 +20,7 @@ class KVCache:
         form: one of `kernels.quantized.FORMATS`, if rows are stored in 8 bits: uint8 [..., d + 4].
 
     Attributes:
+        pages, page, form: as given.
         layers: keys and values [pages, page, kv_heads, d] of each layer; by_head: other views of the same.
     """
 
@@ -32,7 +33,7 @@ class KVCache:
         device: torch.device,
         form: str | None = None,
     ) -> None:
-        self.form = form
+        self.pages, self.page, self.form = pages, page, form
         self._rows = list[tuple[Tensor, Tensor]]()
         self.layers = list[tuple[Tensor, ...]]()
         self.by_head = list[LayerRows]()
@@ -54,9 +55,13 @@ class KVCache:
         for rows, x in zip(self._rows[layer], (keys, values), strict=True):
             rows.index_copy_(0, slots, pack(x, self.form) if self.form else x)
 
+    def stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of a layer [slots + 1, kv_heads, d] as they are stored, with one slot for padding."""
+        return self._rows[layer]
+
     def rows(self, layer: int, slots: Tensor | slice) -> tuple[Tensor, ...]:
         """Keys and values [rows, kv_heads, d] of a layer at `slots`, as they are stored; a view if it is a slice."""
-        whole = self._rows[layer]
+        whole = self.stored(layer)
         return tuple([x[slots] if isinstance(slots, slice) else x.index_select(0, slots) for x in whole])
 
     def kernel(self, kernel: Kernel, key_dim: int, value_dim: int) -> Kernel:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .pages import KeyRows, PageTables
+from .pages import Ints, KeyRows, PageTables
 
 STEPS = (1, 2, 3, 4, 6)  # numbers of rows; beyond them 8, 12, 16, 24, 32, 48, ...
 
@@ -57,6 +57,28 @@ class DecodeRows:
         self.inputs = torch.tensor([tokens, positions, slots])
         self._keys: dict[int, list[tuple[int, int, KeyRows]]] = {}
 
+    def pages(self) -> dict[int, Ints]:
+        """The pages on this rank of each row that has a sequence. Rows of rank i begin at i * size."""
+        found = {}
+        for rank, sequences in enumerate(self.of_ranks):
+            for row, sequence in enumerate(sequences, rank * self.size):
+                found[row] = self.tables.pages(sequence, self.rank)
+        return found
+
+    def bounds(self, window: int) -> dict[int, tuple[int, int]]:
+        """The rows on this rank that each of these rows sees: `first` to `end` - 1 of its sequence's."""
+        found = {}
+        for rank, sequences in enumerate(self.of_ranks):
+            for row, sequence in enumerate(sequences, rank * self.size):
+                all_rows = self.tables.count(sequence, self.rank)
+                some = self.tables.count(sequence, self.rank, self._first(sequence, window))
+                found[row] = all_rows - some, all_rows
+        return found
+
+    def _first(self, sequence: int, window: int) -> int:
+        """The first position that the new token of a sequence sees."""
+        return max(0, self.lengths[sequence] - 1 - window) if window >= 0 else 0
+
     def keys(self, window: int) -> list[tuple[int, int, KeyRows]]:
         """For each row of each rank: the rank, the row, and the keys on this rank that it sees.
 
@@ -67,7 +89,7 @@ class DecodeRows:
             found = []
             for rank, sequences in enumerate(self.of_ranks):
                 for row, sequence in enumerate(sequences):
-                    first = max(0, self.lengths[sequence] - 1 - window) if window >= 0 else 0
+                    first = self._first(sequence, window)
                     found.append((rank, row, self.tables.keys(sequence, self.rank, first)))
             self._keys[window] = found
         return self._keys[window]

@@ -71,7 +71,7 @@ class RankRows:
         freed: the number of pages, the first ones, that were freed because no later token sees their rows.
     """
 
-    pages: list[int] = field(default_factory=list)
+    pages: array = field(default_factory=lambda: array("q"))
     positions: array = field(default_factory=lambda: array("q"))
     strides: list[tuple[int, int, int]] = field(default_factory=list)
     full: KeyRows = field(default_factory=lambda: KeyRows([], []))
@@ -222,8 +222,12 @@ class PageTables:
     def slots(self, sequence: int, rank: int, first: int = 0) -> Ints:
         """The slots of these rows: their indices among all rows of the rank's pages."""
         part = self._parts[sequence][rank]
-        slots = numpy.array(part.pages, numpy.int64)[:, None] * self.page + numpy.arange(self.page)
+        slots = self.pages(sequence, rank)[:, None] * self.page + numpy.arange(self.page)
         return slots.reshape(-1)[bisect_left(part.positions, first) : len(part.positions)]
+
+    def pages(self, sequence: int, rank: int) -> Ints:
+        """The pages of a sequence's rows on a rank, in order."""
+        return numpy.array(self._parts[sequence][rank].pages, numpy.int64)
 
     def last_slot(self, sequence: int, rank: int) -> int:
         """The slot of the last row."""

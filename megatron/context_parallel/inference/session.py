@@ -22,10 +22,11 @@ from .cache import KVCache
 from .cache_attention import CacheAttention
 from .cached_model import CachedModel
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
-from .decode_attention import DecodeAttention, Heads
+from .decode_attention import DecodeAttention
 from .decode_layer import Attention
 from .decode_rows import DecodeRows
 from .decode_step import DecodeStep, packed_weights, plain_layers
+from .heads import Heads
 from .pages import PAGE, PageTables
 from .pass_q import RING_PASS_Q
 
@@ -243,7 +244,7 @@ class Session:
     def _attention(self, size: int) -> DecodeAttention:
         if size not in self._attentions:
             dtype = next(self.model.parameters()).dtype
-            given = self.cache, self.cp, size, self._heads, self._sockets, dtype, self.device
+            given = self.cache, self.cp, size, self._heads, self._model.cores, self._sockets, dtype, self.device
             self._attentions[size] = DecodeAttention(*given)
         return self._attentions[size]
 

@@ -32,6 +32,8 @@ class CheckSizes:
     lengths: tuple[int, ...] = (16384, 4096, 65536)  # the most useful first
     speed_head_dims: tuple[int, ...] = (64, 128)
     heads: tuple[tuple[int, int], ...] = ((16, 1), (2, 8))  # key/value heads, query heads of each: MHA, 8:1 GQA
+    decode_rows: int = 8
+    decode_tokens: int = 2**17
     repeats: int = 5
     overhead_rows_per_rank: int = 8192
     overhead_heads: tuple[int, int] = (32, 8)

@@ -63,20 +63,24 @@ def few_rows_kernel(
 
 @triton.jit(do_not_specialize=["parts", "s", "heads", "group"])
 def merge_parts_kernel(
-    out, lse, out_of_parts, lse_of_parts, parts, s, heads, group,
+    out, lse, out_of_parts, lse_of_parts, parts, s, heads, group, at_out, at_lse, at_parts, at_lse_of_parts,
     ROWS: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr,
 ):  # fmt: skip
-    """out [s, B, G, dv] and lse [s, B, G] of the `parts`, which have the shapes of `few_rows_kernel`."""
+    """out [s, B, G, dv] and lse [s, B, G] of the `parts`, which have the shapes of `few_rows_kernel`.
+
+    The last arguments but the sizes are the strides from row to row, where all rows are in one line.
+    """
     local = tl.arange(0, ROWS)
     packed = tl.program_id(0) * ROWS
     count = heads * s * group
     inside = packed + local < count
-    at = tl.minimum(packed + local, count - 1)
+    at = tl.minimum(packed + local, count - 1).to(tl.int64)
     total, top = tl.zeros([ROWS], tl.float32), tl.full([ROWS], LOWEST, tl.float32)
     acc = zeros(ROWS, DV, EV)
     for part in range(parts):
-        x = load_rows(out_of_parts + tl.cast(part, tl.int64) * count * (DV + EV), at, DV + EV, DV, EV)
-        log = tl.load(lse_of_parts + tl.cast(part, tl.int64) * count + at)
+        before = tl.cast(part, tl.int64) * count
+        x = load_rows(out_of_parts + before * at_parts, at, at_parts, DV, EV)
+        log = tl.load(lse_of_parts + (before + at) * at_lse_of_parts)
         new_top = tl.maximum(top, log)
         fade, weight = tl.exp(top - new_top), tl.exp(log - new_top)
         old, new = scaled(acc, fade[:, None], EV), scaled(x, weight[:, None], EV)
@@ -87,5 +91,5 @@ def merge_parts_kernel(
     acc = scaled(acc, (1 / tl.where(unseen, 1, total))[:, None], EV)
     head, row = at // (s * group), at // group % s
     place = (row * heads + head) * group + at % group
-    store_rows(out, place, DV + EV, acc, inside, DV, EV)
-    tl.store(lse + place, tl.where(unseen, float("-inf"), top + tl.log(total)), inside)
+    store_rows(out, place, at_out, acc, inside, DV, EV)
+    tl.store(lse + place * at_lse, tl.where(unseen, float("-inf"), top + tl.log(total)), inside)

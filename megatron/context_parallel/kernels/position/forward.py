@@ -10,6 +10,15 @@ LOWEST = tl.constexpr(-1e38)  # a running maximum before the first score: finite
 
 
 @triton.jit
+def weigh(scores, scale2, total, top):
+    """Weights of a tile's scores, how much the weights before fade, and the new sum of weights and largest score."""
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale2)
+    p = tl.math.exp2(scores * scale2 - new_top[:, None])
+    fade = tl.math.exp2(top - new_top)
+    return p, fade, total * fade + tl.sum(p, 1), new_top
+
+
+@triton.jit
 def attend(
     state, q, k, v, at_k, at_v, start, hi, first, end, seen_keys, scale,
     MASKED: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr,
@@ -27,16 +36,13 @@ def attend(
     if MASKED:
         seen = (cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale2)
-    p = tl.math.exp2(scores * scale2 - new_top[:, None])
-    fade = tl.math.exp2(top - new_top)
-    total = total * fade + tl.sum(p, 1)
+    p, fade, total, top = weigh(scores, scale2, total, top)
     if MASKED:
         values = load_keys(v, start, local, at_v[0], seen_keys, DV, EV)
     else:
         values = load_rows(v + start.to(tl.int64) * at_v[0], local, at_v[0], DV, EV)
     out = add_outer(scaled(out, fade[:, None], EV), p.to(values[0].dtype), values, EV, PRECISION)
-    return out, total, new_top
+    return out, total, top
 
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample"])

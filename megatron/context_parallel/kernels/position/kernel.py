@@ -98,8 +98,9 @@ class PositionKernel:
         )  # fmt: skip
         sizes = {name: common[name] for name in ("s", "group", "DV", "EV")}
         merge_parts_kernel[_count(s * heads * group, 16),](
-            out, lse, out_of_parts, lse_of_parts, parts, heads=heads, ROWS=16, enable_fp_fusion=True, **sizes
-        )
+            out, lse, out_of_parts, lse_of_parts, parts, heads=heads, at_out=dv, at_lse=1, at_parts=dv,
+            at_lse_of_parts=1, ROWS=16, enable_fp_fusion=True, **sizes,
+        )  # fmt: skip
         return out, lse
 
     def backward(self, grad: BlockGrad, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:

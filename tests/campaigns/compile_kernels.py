@@ -1,12 +1,15 @@
-"""Compiles the position kernel ahead of time, without a GPU, through the same calls that launch it.
+"""Compiles the position kernel and the paged kernel ahead of time, without a GPU, through the calls that launch them.
 
-python -m tests.campaigns.compile_position_kernel   # fails if a kernel spills, or takes too much shared memory
+python -m tests.campaigns.compile_kernels   # fails if a kernel spills, or takes too much shared memory
 """
 
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +20,11 @@ from triton.backends.compiler import GPUTarget
 from megatron.context_parallel.kernels.delta_triton import output_with_fused
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.paged import PagedKernel, Seen
+from megatron.context_parallel.kernels.paged.kernel import FP8
 from megatron.context_parallel.kernels.position import kernel as position
 from megatron.context_parallel.kernels.position.tiles import TILES
+from megatron.context_parallel.kernels.quantized import FORMATS, pack
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes of a block, by architecture (CUDA guide, table 30)
 SCALAR_COPIES = 8  # a few for each loop; more when each thread copies all numbers that it uses
@@ -61,16 +67,8 @@ def compile_block(
     Also the one that gives delta to libraries.
     """
     value_dim = value_dim or head_dim
-    compiled = []
-    run = triton.runtime.jit.JITFunction.run
-
-    def only_compile(self, *args, warmup, **kwargs):
-        compiled.append(run(self, *args, warmup=True, **kwargs))
-
-    triton.runtime.driver.set_active(Driver(architecture))
     position._architecture = lambda device: architecture
-    triton.runtime.jit.JITFunction.run = only_compile
-    try:
+    with _compiling(architecture) as compiled:
         q, dout = (torch.zeros(256, 4, 2, d, dtype=dtype) for d in (head_dim, value_dim))
         k, v = (torch.zeros(256, 4, d, dtype=dtype) for d in (head_dim, value_dim))
         lse, delta = (torch.zeros(256, 4, 2) for _ in range(2))
@@ -87,9 +85,39 @@ def compile_block(
                     kernel.forward(q[:few], k[:keys], v[:keys], some, scores)
                 output_with_fused(delta, dout)
             kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)
+    return [_inspect(x) for x in compiled]
+
+
+def compile_pages(architecture: int, head_dim: int, value_dim: int, dtype: torch.dtype, form: str | None, group: int):
+    """The kernels of a decode step over a cache in pages."""
+    q = torch.zeros(4, 2 * group, head_dim, dtype=dtype)
+    k, v = (torch.zeros(129, 2, d, dtype=dtype) for d in (head_dim, value_dim))
+    if form:
+        k, v = pack(k, form), pack(v, form)
+    numbers = torch.zeros(4, dtype=torch.int32)
+    sent = torch.zeros(4, 2 * group, value_dim + 1)
+    with _compiling(architecture) as compiled:
+        kernel = PagedKernel(4, 2 * group, 2, value_dim, likely=1, device=torch.device("meta"), processors=132)
+        seen = Seen(numbers[None].expand(4, -1).contiguous(), numbers, numbers, 64)
+        kernel.forward(q, k, v, seen, 0.1, sent[..., :-1], sent[..., -1], form)
+    return [_inspect(x) for x in compiled]
+
+
+@contextmanager
+def _compiling(architecture: int) -> Iterator[list]:
+    """Launches only compile meanwhile. Yields what they compiled."""
+    compiled = []
+    run = triton.runtime.jit.JITFunction.run
+
+    def only_compile(self, *args, warmup, **kwargs):
+        compiled.append(run(self, *args, warmup=True, **kwargs))
+
+    triton.runtime.driver.set_active(Driver(architecture))
+    triton.runtime.jit.JITFunction.run = only_compile
+    try:
+        yield compiled
     finally:
         triton.runtime.jit.JITFunction.run = run
-    return [_inspect(x) for x in compiled]
 
 
 def _inspect(compiled) -> Compiled:
@@ -105,16 +133,40 @@ def _inspect(compiled) -> Compiled:
     return Compiled(compiled.metadata.name, stack + local, compiled.metadata.shared, wgmma, copies)
 
 
-if __name__ == "__main__":
+def _judge(architecture: int, *case: object, found: list[Compiled]) -> int:
+    """Prints the kernels of a case. Returns how many are bad."""
+    bad = 0
+    for c in found:
+        good = not c.spilled and c.shared <= SHARED[architecture] and c.scalar_copies <= SCALAR_COPIES
+        bad += not good
+        print("ok  " if good else "BAD ", architecture, *case, *c, flush=True)
+    return bad
+
+
+def blocks() -> int:
+    """How many kernels of blocks are bad."""
     bad = 0
     cases = [(d, d, softcap) for d in position.PARTS for softcap in (0.0, 30.0)] + [(192, 128, 0.0)]
     for architecture in TILES:
         for head_dim, value_dim, softcap in cases:
-            for dtype in (torch.float16, torch.bfloat16):
-                for mask in ("full", "causal", "runs"):
-                    for c in compile_block(architecture, head_dim, dtype, mask, value_dim, softcap):
-                        good = not c.spilled and c.shared <= SHARED[architecture] and c.scalar_copies <= SCALAR_COPIES
-                        bad += not good
-                        case = architecture, head_dim, value_dim, softcap, dtype, mask
-                        print("ok  " if good else "BAD ", *case, *c, flush=True)
-    sys.exit(bad > 0)
+            for dtype, mask in itertools.product((torch.float16, torch.bfloat16), ("full", "causal", "runs")):
+                found = compile_block(architecture, head_dim, dtype, mask, value_dim, softcap)
+                bad += _judge(architecture, head_dim, value_dim, softcap, dtype, mask, found=found)
+    return bad
+
+
+def pages() -> int:
+    """How many kernels of decode steps are bad."""
+    bad = 0
+    sizes = [(d, d) for d in position.PARTS] + [(192, 128)]
+    for architecture, form, group in itertools.product(TILES, (None, *FORMATS), (1, 8, 48)):
+        if form == "fp8" and architecture < FP8:
+            continue
+        for (head_dim, value_dim), dtype in itertools.product(sizes, (torch.float16, torch.bfloat16)):
+            found = compile_pages(architecture, head_dim, value_dim, dtype, form, group)
+            bad += _judge(architecture, head_dim, value_dim, dtype, form, group, found=found)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(pages() + blocks() > 0)
