@@ -121,7 +121,7 @@ def _advice(args: Arguments, memory: float) -> str:
 
 def _room(memory: float) -> str:
     """GiB that tensors may take."""
-    return f"{for_tensors(memory) / 2**30:.3g} ({TENSOR_SHARE:.0%} of {memory:.3g})"
+    return f"{for_tensors(memory) / 2**30:.3g}, {TENSOR_SHARE:.0%} of {memory:.3g}"
 
 
 def _gib(size: int) -> str:
