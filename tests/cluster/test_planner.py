@@ -19,6 +19,7 @@ from megatron.context_parallel.cluster.search.candidates import Candidate, Workl
 from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.step.attention_pass import attention_only
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.commands.plan_search import OFF, flags, kind_of, model_name
@@ -344,6 +345,7 @@ def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
     runs = [*step_search._variants(model, base, cluster)]
     assert {run.turns for run in runs} == {1, 2, 4}
     assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 5 * 6
+    assert len({attention_only(model, run) for run in runs}) == 1  # attention is simulated once for all
     for run in (run for run in runs if run.offload_checkpoints and run.turns == 1):
         if step_search.FeasibleRun(run, None).trains:
             args = parse_args(f"--preset llama3-8b --seq-length 131072 --dry-run {flags(run, model)}".split())

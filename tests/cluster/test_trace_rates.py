@@ -96,7 +96,7 @@ def test_rates_replace_those_of_their_kind(tmp_path, capsys):
 
 
 def test_what_cannot_be_read_is_refused(tmp_path, products):
-    fast = written(tmp_path, both(1024, 1024, 1.0, 4.0, is_causal="False"))
+    fast = written(tmp_path, both(1024, 1024, 10.0, 2.5, is_causal="False"))
     command = ["--cluster", "dgx-h100", "--output", str(tmp_path / "here.yaml"), "--trace"]
     with pytest.raises(
         UsageError, match=r"--trace: the trace has 4295 TFLOP/s, above the 989.4 of H100 SXM; give --cl"

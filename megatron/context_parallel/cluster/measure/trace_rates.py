@@ -62,7 +62,8 @@ class TraceRates:
         Raises:
             UsageError: a rate is above the device's peak, so that the trace is of another device.
         """
-        fastest = max([*(rate.forward_TFLOP_s for rate in self.attention), *(rate.TFLOP_s for rate in self.gemm)])
+        passes = [speed for rate in self.attention for speed in (rate.forward_TFLOP_s, rate.backward_TFLOP_s)]
+        fastest = max([*passes, *(rate.TFLOP_s for rate in self.gemm)])
         if fastest > device.peak_TFLOP_s:
             why = f"the trace has {fastest:g} TFLOP/s, above the {device.peak_TFLOP_s:g} of {device.name}"
             raise UsageError(f"--trace: {why}; give --cluster the description of the devices that were profiled")

@@ -125,12 +125,9 @@ class StageTime:
     @property
     def _recomputed_layers(self) -> int:
         """Layers that full recomputation computes again."""
-        run = self.run
-        return (
-            self.layers
-            if run.recompute_method == "uniform"
-            else min(self.layers, run.turns * (run.recompute_num_layers or 0))
-        )
+        if self.run.recompute_method == "uniform":
+            return self.layers
+        return min(self.layers, self.run.turns * (self.run.recompute_num_layers or 0))
 
     def _recomputed(self) -> list[SecondsByKind]:
         """Forward passes that the backward pass repeats; where attention's output is kept, only its swap of heads."""
