@@ -88,8 +88,7 @@ def _model(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: not YAML ({str(error).splitlines()[0]}); copy it again") from None
     model = given.get("model") if isinstance(given, dict) else None
-    target = model.get("_target_") if isinstance(model, dict) else None
-    if not isinstance(target, str):
+    if not (isinstance(model, dict) and isinstance(target := model.get("_target_"), str)):
         raise UsageError(f"{path}: no model._target_; give the run_config.yaml of a Megatron-Bridge run")
     family = target.removeprefix("megatron.bridge.models.").split(".")[0]
     if family not in FAMILIES:

@@ -86,11 +86,11 @@ def read_rates(paths: Sequence[Path]) -> TraceRates:
     for path in paths:
         for name, arguments, seconds in _operations(path):
             if found := _attention(name, arguments):
-                *which, operations = found
-                attention[*which].append(operations / seconds)
+                kind, backward, operations = found
+                attention[kind, backward].append(operations / seconds)
             elif product := _product(name, arguments):
-                *size, operations = product
-                products[*size].append(operations / seconds)
+                size, dtype, operations = product
+                products[size, dtype].append(operations / seconds)
             else:
                 continue
             calls += 1
