@@ -18,6 +18,7 @@ from megatron.context_parallel.cluster.description import Cluster as Description
 from megatron.context_parallel.cluster.description import save_cluster
 from tools.netlab import Cluster
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "megatron-core", "numpy", "yunchang", "ring-flash-attn", "deepspeed")
 
 
@@ -67,10 +68,18 @@ def surroundings(cluster: Cluster) -> dict[str, object]:
             versions[package] = None
     models = [x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
     return {
-        "command": ["python", *sys.argv],
+        "command": ["python", *map(_of_repository, sys.argv)],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "cluster": cluster.describe(),
         "processor": models[0] if models else platform.machine(),
         "load_average": os.getloadavg()[0],  # before: other work on the machine
         "versions": versions,
     }
+
+
+def _of_repository(word: str) -> str:
+    """A word of a command; of an absolute path only what it is inside this repository, or its name."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name

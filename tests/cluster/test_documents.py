@@ -10,12 +10,17 @@ import torch
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.documents import DocumentsChoice, DocumentsSearch, search_documents
 from megatron.context_parallel.cluster.search.plainness import SURE
+from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.step.documents_time import documents_forecast
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan_documents import draw_lengths, end_to_end
+from megatron.context_parallel.plan.row_sets import RowSets
+from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import parse_spec
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.slices import Slices
 from megatron.context_parallel.trainer.arguments import auto
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -49,6 +54,21 @@ def test_a_static_layout_has_uneven_work_and_sends_rows_that_are_needed():
     assert received == 2 * 16 * ROW  # in both passes
     assert 16 * ROW / 100e9 < 2.5 * 528 * PAIR / 4  # a quarter of its own pair hides them in the backward pass
     assert found.seconds == pytest.approx(3.5 * 1040 * PAIR, rel=1e-3)
+
+
+def test_a_merge_takes_the_rows_that_arrive():
+    """Rank 1 returns the gradients of 16 of the 32 rows of keys of rank 0."""
+    chunks = Chunks.pair("contiguous", 2, 64)
+    mask = Mask(True, documents=end_to_end(np.array([16, 32, 16]), 64))
+    slow = replace(TWO, device=replace(TWO.device, memory_GB_s=1e-3))
+    plan = parse_spec("direct").plan(2, visible_pairs=mask.pairs(*chunks), backward=True, heads=1, kv_heads=1)
+    slices = Slices.of(chunks[0])
+
+    def seconds(rows: RowSets | None) -> float:
+        return simulate(plan, slow, Shape(32, 1, 1, 64, 2), mask, blocks=lambda block: 0.0, rows=rows).seconds
+
+    whole = 3 * (4 * 32 * 2 * 64) / 1e6  # reads two partials of keys and values, and writes one
+    assert seconds(None) - seconds(RowSets(plan, mask, slices, slices)) == pytest.approx(whole / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("samples", [1, 2])

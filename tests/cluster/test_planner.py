@@ -19,6 +19,7 @@ from megatron.context_parallel.cluster.search.candidates import Candidate, Workl
 from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.step.attention_pass import attention_only
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.commands.plan_search import OFF, flags, kind_of, model_name
@@ -270,7 +271,8 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path):
     flags = TRAINER.replace("tiny-llama", "llama3-8b")
     args = parse_args(f"{flags} --seq-length 4096 --cp-cluster {path}".split())
     with pytest.raises(
-        UsageError, match=r"--cp-strategy auto: without attention the run already needs an .* has 1 GiB; "
+        UsageError,
+        match=r"--cp-strategy auto: without attention the run already needs an .* has 0.94 GiB for tensors; ",
     ):
         describe(args)
 
@@ -342,7 +344,12 @@ def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
     base = TrainConfig(seq_length=131072, global_batch_size=8, **sizes)
     runs = [*step_search._variants(model, base, cluster)]
     assert {run.turns for run in runs} == {1, 2, 4}
-    assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 5 * 4
+    assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 5 * 6
+    assert len({attention_only(model, run) for run in runs}) == 1  # attention is simulated once for all
+    for run in (run for run in runs if run.offload_checkpoints and run.turns == 1):
+        if step_search.FeasibleRun(run, None).trains:
+            args = parse_args(f"--preset llama3-8b --seq-length 131072 --dry-run {flags(run, model)}".split())
+            assert (args.offload_checkpoints, args.offload_kept) == (True, bool(run.recompute_whitelist))
     run = next(run for run in runs if run.turns == 4 and run.recompute_modules)
     words = "--preset llama3-8b --seq-length 131072 --global-batch-size 8 --dry-run "
     args = parse_args((words + flags(run, model)).split())
@@ -396,6 +403,62 @@ def test_models_are_read_from_a_config_of_huggingface(tmp_path):
     read, preset = (preset_model(name, 2**17, 2) for name in (str(tmp_path), "llama3-8b"))
     assert replace(read, padded_vocab_size=0) == replace(preset, padded_vocab_size=0)
     assert read.padded_vocab_size == 128256
+
+
+BRIDGE = """
+model:
+  _target_: megatron.bridge.models.llama.llama_provider.Llama3ModelProvider8B
+  activation_func: {_call_: false, _target_: torch.nn.functional.silu}
+  add_bias_linear: false
+  ffn_hidden_size: 14336
+  gated_linear_unit: true
+  hidden_size: 4096
+  kv_channels: 128
+  make_vocab_size_divisible_by: 128
+  multi_latent_attention: false
+  normalization: RMSNorm
+  num_attention_heads: 32
+  num_layers: 32
+  num_moe_experts: null
+  num_query_groups: 8
+  position_embedding_type: rope
+  rotary_base: 500000.0
+  share_embeddings_and_output_weights: false
+  should_pad_vocab: true
+  vocab_size: 128256
+  window_size: null
+train: {global_batch_size: 512}
+"""
+
+
+def test_models_are_read_from_a_recipe_of_megatron_bridge(tmp_path):
+    recipe = tmp_path / "run_config.yaml"
+    recipe.write_text(BRIDGE)
+    assert model_name(str(recipe)) == str(recipe)
+    read, preset = (preset_model(name, 2**17, 2) for name in (str(recipe), "llama3-8b"))
+    assert replace(read, padded_vocab_size=0) == replace(preset, padded_vocab_size=0)
+    assert read.padded_vocab_size == 128256  # a multiple of 128 x 2
+    recipe.write_text(BRIDGE.replace("num_moe_experts: null", "num_moe_experts: 8\n  moe_ffn_hidden_size: 64"))
+    assert (preset_model(str(recipe), 64).num_experts, preset_model(str(recipe), 64).moe_ffn_hidden_size) == (8, 64)
+
+
+@pytest.mark.parametrize(
+    "old,new,message",
+    [
+        ("multi_latent_attention: false", "multi_latent_attention: true", "multi_latent_attention True is not supp"),
+        ("llama.llama_provider", "mamba.mamba_provider", "_target_ megatron.bridge.models.mamba.* is not supported"),
+        ("functional.silu", "functional.relu", "activation_func relu .gated MLP. is not supported; use gated silu"),
+        ("  num_layers: 32\n", "", "num_layers is missing; give the run_config.yaml of a run"),
+        ("window_size: null", "window_size: all", "window_size all cannot be read; give two numbers, such as"),
+        ("model:", "encoder:", "no model._target_; give the run_config.yaml of a Megatron-Bridge run"),
+        ("model:", "model: [", "not YAML"),
+    ],
+)
+def test_recipes_that_cannot_be_read_are_refused(old, new, message, tmp_path):
+    recipe = tmp_path / "run_config.yaml"
+    recipe.write_text(BRIDGE.replace(old, new))
+    with pytest.raises(UsageError, match=f"run_config.yaml: (model.)?{message}"):
+        preset_model(str(recipe), 64)
 
 
 def test_plan_search_places_documents(capsys):

@@ -34,13 +34,13 @@ def test_the_advice_makes_a_run_fit(device, monkeypatch, capsys):
     describe(parsed(f"{LLAMA} {device}", monkeypatch))
     said = capsys.readouterr().out
     needed, flags, then = re.search(
-        r"does not fit: (\d+) GiB of 80; it would fit with (.*) \(([\d.]+) GiB\)", said
+        r"does not fit: (\d+) GiB of 75.2, 94% of 80; it would fit with (.*) \(([\d.]+) GiB\)", said
     ).groups()
     assert needed == f"{needed_with('', monkeypatch):.3g}"
     assert "--recompute-whitelist" in flags and "--use-distributed-optimizer" in flags
-    assert then == f"{needed_with(flags, monkeypatch):.3g}" and float(then) <= 80
+    assert then == f"{needed_with(flags, monkeypatch):.3g}" and float(then) <= 0.94 * 80
     describe(parsed(f"{LLAMA} {device} {flags}", monkeypatch))
-    assert f"fits: {then} GiB of 80" in capsys.readouterr().out
+    assert f"fits: {then} GiB of 75.2, 94% of 80" in capsys.readouterr().out
 
 
 def test_changes_come_in_their_order_and_as_few_as_suffice(monkeypatch):
@@ -63,12 +63,14 @@ def test_the_longest_sequence_fits_and_no_longer_one_does(monkeypatch, capsys):
     """Both of the line, that of the run and that with the advice; the tables are those of the first."""
     describe(parsed(f"{SHARDED} --longest", monkeypatch))
     said = capsys.readouterr().out
-    found = re.search(r"longest sequence: ([\d,]+) tokens \(80 GiB of 80\); ([\d,]+) with (.*)\n", said).groups()
+    found = re.search(
+        r"longest sequence: ([\d,]+) tokens \(75.2 GiB of 75.2, 94% of 80\); ([\d,]+) with (.*)\n", said
+    ).groups()
     tokens, more = (int(text.replace(",", "")) for text in found[:2])
     for length, flags in ((tokens, ""), (more, found[2])):
         args = parsed(f"{SHARDED} {flags}".replace("65536", str(length)), monkeypatch)
         model, run = model_of(args), run_of(args)
-        assert bytes_needed(model, run) <= 80 * 2**30 < bytes_needed(model, replace(run, seq_length=length + 16))
+        assert bytes_needed(model, run) <= 0.94 * 80 * 2**30 < bytes_needed(model, replace(run, seq_length=length + 16))
     assert more > 2 * tokens and f"{tokens} tokens, {tokens // 8} per context rank" in said
 
 
@@ -84,7 +86,10 @@ def test_a_position_table_limits_the_longest_sequence(monkeypatch, capsys):
     ("flags", "message"),
     [
         ("", "--longest: needs a device; give --device-memory 80GB"),
-        ("--device-memory 80GB", "no sequence fits: 16 tokens need 165 GiB of 80; it would fit with --use-distrib"),
+        (
+            "--device-memory 80GB",
+            "no sequence fits: 16 tokens need 165 GiB of 75.2, 94% of 80; it would fit with --use-distrib",
+        ),
         ("--device-memory 80GB --cp-strategy auto", "--longest: needs a strategy.*--cp-strategy ring"),
     ],
 )
@@ -102,7 +107,7 @@ def test_host_memory_comes_last(monkeypatch, capsys):
     assert flags.endswith("--use-distributed-optimizer --optimizer-cpu-offload --use-precision-aware-optimizer")
     describe(parsed(f"{alone} {flags}", monkeypatch, 1))
     said = capsys.readouterr().out
-    assert f"fits: {then} GiB of 80" in said
+    assert f"fits: {then} GiB of 75.2, 94% of 80" in said
     on_host = 16 * 8_030_261_248 + 32 * 65536 * 4096 * 2  # and the inputs of layers
     assert f"in host memory {on_host / 2**30:.2f} GiB" in re.sub(" +", " ", said)
 

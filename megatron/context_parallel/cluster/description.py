@@ -54,6 +54,16 @@ class GemmRate:
     TFLOP_s: float
 
 
+# Of a device's memory, what tensors may take. An 80 GB GPU was full with 75.3 GiB of tensors: the allocator had 1.8 GiB
+# that it could not use, CUDA 1.0 GiB, and the driver 0.8 GiB (github.com/vllm-project/compressed-tensors/pull/587).
+TENSOR_SHARE = 0.94
+
+
+def for_tensors(memory_GiB: float) -> float:
+    """Bytes that tensors may take of a device's memory."""
+    return TENSOR_SHARE * memory_GiB * 2**30
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """A GPU, or another compute device."""
@@ -72,6 +82,7 @@ class Device:
     cache_us: float = 0.0  # additional cost of a prefill with a cache, per layer: page tables, copies, launches
     swap_us: float = 0.0  # overhead of a head swap, before its messages start
     packing_GB_s: float | None = None  # memory traffic while heads are packed for a swap; default: `memory_GB_s`
+    host_GB_s: float | None = None  # copies to host memory, or back; None: not known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ DIR contains the numbers, NAME.csv with the columns row, column, unit and paper,
     FITTED      {NAME: (row, column) -> whether the fit may use the cell}
     predict     (NAME, cluster, wanted) -> a number or None for each cell; wanted(row, column) may be heeded for speed
 
+With --trace it reads rates of the device off profiles of training steps instead, and puts them into the description.
 With --prefill-times it fits the constants of --cp-prefill empirical to measured passes instead.
 """
 
@@ -37,10 +38,21 @@ class CalibrateFlags(FlagSection):
         "folder of the numbers and predict.py",
         option="DIR",
         example="examples/paper_tables/loongtrain",
+        excludes="prefill_times trace",
+    )
+    cluster: str = flag(
+        "description to change: a preset, with --trace also a .yaml file",
+        unit="NAME",
+        example="loongtrain",
         excludes="prefill_times",
     )
-    cluster: str = flag("preset to fit", unit="NAME", example="loongtrain", excludes="prefill_times")
     output: Path = flag("YAML file to write", endings=(".yaml", ".yml"), excludes="prefill_times")
+    trace: list[Path] | None = flag(
+        "traces of torch.profiler with record_shapes: read the rates of attention and products off them",
+        unit="FILE",
+        excludes="prefill_times",
+        example="runs/profiled/rank0.pt.trace.json",
+    )
     prefill_times: Path | None = flag(
         "passes.csv of benchmarks/inference.py on some ranks: times of pass-kv and pass-q", example="passes.csv"
     )
@@ -53,6 +65,7 @@ PARSER = FlagParser(
     [
         "examples/paper_tables/loongtrain --cluster loongtrain --output fitted.yaml",
         "examples/paper_tables/mesh_attention --cluster mesh-attention --output fitted.yaml",
+        "--trace runs/profiled/rank0.pt.trace.json --cluster dgx-h100 --output here.yaml",
         "--prefill-times runs/inference/passes.csv",
     ],
 )
@@ -62,6 +75,9 @@ def main(argv: list[str] | None = None) -> None:
     args = PARSER.parse(argv)
     if args.prefill_times:
         _fit_prefill(args.prefill_times)
+        return
+    if args.trace:
+        _read_traces(args.trace, args.cluster, args.output)
         return
     if not (args.folder / "predict.py").is_file():
         raise UsageError(f"DIR {args.folder}: no predict.py; give a folder such as examples/paper_tables/loongtrain")
@@ -80,6 +96,19 @@ def main(argv: list[str] | None = None) -> None:
     )
     _show(fit)
     print(f"wrote {args.output}")
+
+
+def _read_traces(paths: list[Path], name: str, output: Path) -> None:
+    """Writes the description with the rates in traces."""
+    from megatron.context_parallel.cluster.description import load_cluster, save_cluster
+    from megatron.context_parallel.cluster.measure.trace_rates import read_rates
+
+    cluster = load_cluster(name)
+    found = read_rates(paths)
+    kinds = f"{len(found.attention)} kinds of attention calls, {len(found.gemm)} sizes of products"
+    source = f"{cluster.source}. Read off traces of {len(paths)} ranks: {kinds}."
+    save_cluster(replace(cluster, source=source, device=found.of(cluster.device)), output)
+    print(f"read {kinds}, {found.calls} calls\nwrote {output}")
 
 
 def calibrate(folder: Path, preset: str, paper: ModuleType) -> "Calibration":

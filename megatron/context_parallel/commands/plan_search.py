@@ -14,10 +14,11 @@ from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cli.tables import show
-from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.description import TENSOR_SHARE, Cluster, for_tensors, load_cluster
 from megatron.context_parallel.cluster.fields import what_if
 from megatron.context_parallel.cluster.search.plainness import SURE
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
+from megatron.context_parallel.integration.bridge_recipe import is_recipe
 from megatron.context_parallel.strategies import STRATEGIES, parse_spec
 from megatron.context_parallel.trainer.config.flags import PRESETS
 
@@ -42,17 +43,18 @@ def tokens(text: str) -> int:
 
 
 def model_name(text: str) -> str:
-    """A preset of the trainer, or a folder with a config.json."""
-    if text not in PRESETS and not (Path(text) / "config.json").is_file():
-        known = ", ".join(PRESETS)
-        raise UsageError(f"--model {text}: unknown; choose one of {known}, or give a folder with a config.json")
+    """A preset of the trainer, a folder with a config.json, or a YAML file."""
+    if text not in PRESETS and not (Path(text) / "config.json").is_file() and not is_recipe(text):
+        files = "a folder with a config.json, or a recipe's run_config.yaml"
+        raise UsageError(f"--model {text}: unknown; choose one of {', '.join(PRESETS)}, or give {files}")
     return text
 
 
 class SearchFlags(FlagSection):
     model: str = flag(
-        f"model preset of the trainer ({', '.join(PRESETS)}), or a folder with HuggingFace's config.json",
-        unit="NAME|DIR",
+        f"model preset of the trainer ({', '.join(PRESETS)}), a folder with HuggingFace's config.json, or the "
+        "run_config.yaml of a Megatron-Bridge recipe",
+        unit="NAME|DIR|FILE",
         read=model_name,
         example="llama3-8b",
     )
@@ -195,6 +197,8 @@ def flags(run: TrainConfig, model: "ModelShape", placed: bool = False) -> str:
     if run.recompute_granularity == "full":
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         words += [f"--recompute-whitelist {' '.join(run.recompute_whitelist)}"] if run.recompute_whitelist else []
+        words += ["--offload-checkpoints"] if run.offload_checkpoints else []
+        words += ["--offload-kept"] if run.offload_kept else []
     elif run.recompute_granularity:
         words.append(f"--recompute-granularity selective --recompute-modules {' '.join(run.recompute_modules)}")
     return " ".join(words)
@@ -276,24 +280,27 @@ def kind_of(run: TrainConfig) -> str:
 def recomputed(run: TrainConfig) -> str:
     """What the backward pass computes again."""
     if run.recompute_granularity == "full":
-        return "all but attention" if run.recompute_whitelist else "all"
+        what = "all but attention" if run.recompute_whitelist else "all"
+        return f"{what}, offloaded" if run.offload_checkpoints else what
     return ", ".join(run.computed_again)
 
 
 def legend(found: "StepSearch", shown: "list[FeasibleRun]", model: "ModelShape", room: float, longest: bool) -> str:
     """The legend of the table, and the flags of the fastest run; `room` is the memory of a device in GiB."""
-    from megatron.context_parallel.cluster.search.step_search import FAR, ROOM
+    from megatron.context_parallel.cluster.search.step_search import FAR
 
     lines = [
         "Predicted: the fastest run of each strategy, then the fastest strategy with less memory.",
         "±: median error of predictions of published training steps of this kind, with nothing fitted: "
         + ", ".join(f"{percent} % for {kind}" for kind, percent in OFF.items())
         + " (docs/reproduction.md).",
-        f"GiB: tensors on the busiest rank. A device has {room:g} GiB; {ROOM:.0%} of it may be tensors.",
+        f"GiB: tensors on the busiest rank. A device has {room:g} GiB; {TENSOR_SHARE:.0%} of it may be tensors.",
         "exposed: fraction of the time in which attention communication is not hidden by computation.",
     ]
     if longest:
         lines.append("longest: tokens of the longest sequence with which the run fits, without other changes.")
+    if any(one.run.offload_checkpoints for one in shown):
+        lines.append("offloaded: inputs of layers, and attention's output if it is kept, are in host memory.")
     if not all(one.trains for one in shown):
         lines.append("*: the trainer does not support this combination; it is predicted for Megatron-FSDP in general.")
     planned = {name for name, strategy in STRATEGIES.items() if strategy.planned}  # the others are for documents
@@ -319,10 +326,9 @@ def legend(found: "StepSearch", shown: "list[FeasibleRun]", model: "ModelShape",
 
 def longest_of(shown: "list[FeasibleRun]", model: "ModelShape", cluster: Cluster) -> list[int]:
     """Tokens of the longest sequence with which each run fits a device."""
-    from megatron.context_parallel.cluster.search.step_search import room
     from megatron.context_parallel.cluster.step.longest import longest
 
-    return [longest(model, one.run, room(cluster)).tokens for one in shown]
+    return [longest(model, one.run, for_tensors(cluster.device.memory_GiB)).tokens for one in shown]
 
 
 def gain_of_placement(found: "StepSearch") -> str | None:

@@ -33,6 +33,7 @@ from .ir import (
     Send,
     SwapHeads,
     T,
+    Transfer,
     batches,
 )
 
@@ -92,10 +93,11 @@ class Launch(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Received partials are added to what the rank has."""
+    """Received partials are added to what the rank has. `message`: what brought them; None: a collective did."""
 
     tensor: T
     times: int
+    message: Transfer | None
 
 
 class RankTask(NamedTuple):
@@ -236,7 +238,8 @@ class Machine:
             if key[0] in PARTIAL:
                 times = (len(op.group) - 1 if isinstance(op, ReduceScatter) else 1) - (key not in held)
                 if times:
-                    yield RankTask(s, Merge(key[0], times))
+                    message = op.transfers(r)[0] if isinstance(op, Recv) else None
+                    yield RankTask(s, Merge(key[0], times, message))
             held[key] = before | value
 
     def _compute(self, r: int, s: int, attend: Attend) -> None:

@@ -48,12 +48,12 @@ def describe(args: Arguments) -> None:
             "give --cp-cluster to see the choice, traffic and memory now"
         )
     else:
-        room = named_device(args)
+        memory = named_device(args)
         line = ""
-        if room and args.longest:
-            args, line = longest_run(args, room)
-        elif room:
-            line = verdict(args, room)
+        if memory and args.longest:
+            args, line = longest_run(args, memory)
+        elif memory:
+            line = verdict(args, memory)
         show(_layout(args), _work(args), memory_table(args))
         if line:
             print(line)

@@ -11,7 +11,7 @@ import torch
 from rich.table import Table
 
 from megatron.context_parallel.cli.tables import show
-from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.description import TENSOR_SHARE, for_tensors, load_cluster
 from megatron.context_parallel.cluster.step.fit import advice
 from megatron.context_parallel.cluster.step.longest import longest_with_advice, shortest
 from megatron.context_parallel.cluster.step.memory import Moment, fullest, host_memory, peak
@@ -47,27 +47,28 @@ def named_device(args: Arguments) -> float | None:
     return load_cluster(args.cp_cluster, "--cp-cluster").device.memory_GiB
 
 
-def verdict(args: Arguments, room: float) -> str:
-    """Whether the run fits `room` GiB, and else the flags to add."""
-    needed = _fullest(args)[1].bytes / 2**30
-    if needed <= room:
-        return f"fits: {needed:.3g} GiB of {room:.3g}"
-    return f"does not fit: {needed:.3g} GiB of {room:.3g}; {_advice(args, room)}"
+def verdict(args: Arguments, memory: float) -> str:
+    """Whether the run's tensors fit a device of `memory` GiB, and else the flags to add."""
+    needed = _fullest(args)[1].bytes
+    shares = f"{needed / 2**30:.3g} GiB of {_room(memory)}"
+    if needed <= for_tensors(memory):
+        return f"fits: {shares}"
+    return f"does not fit: {shares}; {_advice(args, memory)}"
 
 
-def longest_run(args: Arguments, room: float) -> tuple[Arguments, str]:
-    """The run with the longest sequence that fits `room` GiB, and a line about it and about the first advice.
+def longest_run(args: Arguments, memory: float) -> tuple[Arguments, str]:
+    """The run with the longest sequence that fits `memory` GiB, and a line about it and about the first advice.
 
     Raises:
         UsageError: no sequence fits.
     """
     model, run = model_of(args), _fullest_run(args)
-    found, *more = longest_with_advice(model, run, room * 2**30)
+    found, *more = longest_with_advice(model, run, for_tensors(memory))
     if not found.tokens:
         run = replace(run, seq_length=shortest(run))
-        why = f"no sequence fits: {run.seq_length} tokens need {found.bytes / 2**30:.3g} GiB of {room:.3g}"
-        raise UsageError(f"--longest: {why}; {advice(model, run, room * 2**30)}")
-    line = f"longest sequence: {found.tokens:,} tokens ({found.bytes / 2**30:.3g} GiB of {room:.3g})"
+        why = f"no sequence fits: {run.seq_length} tokens need {found.bytes / 2**30:.3g} GiB of {_room(memory)}"
+        raise UsageError(f"--longest: {why}; {advice(model, run, for_tensors(memory))}")
+    line = f"longest sequence: {found.tokens:,} tokens ({found.bytes / 2**30:.3g} GiB of {_room(memory)})"
     for one in more:
         line += f"; {one.tokens:,} with {' '.join(change.flags for change in one.changes)}"
     return replace(args, seq_length=found.tokens), line
@@ -81,10 +82,10 @@ def answer_lack_of_memory(args: Arguments) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if lacks_memory(error):
             needed = _fullest(args)[1].bytes
-            room = min(_room_here(), SURE * needed) / 2**30
+            memory = min(_memory_here(), SURE * needed / TENSOR_SHARE) / 2**30
             show(memory_table(args), file=sys.stderr)
             rank = os.environ.get("RANK", "0")
-            print(f"rank {rank}: out of memory; {_advice(args, room)}", file=sys.stderr, flush=True)
+            print(f"rank {rank}: out of memory; {_advice(args, memory)}", file=sys.stderr, flush=True)
         raise
 
 
@@ -93,7 +94,7 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def _room_here() -> float:
+def _memory_here() -> float:
     """Bytes of this process's device."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -114,8 +115,13 @@ def _fullest_run(args: Arguments) -> TrainConfig:
     return max(runs, key=lambda run: peak(model, run).bytes)  # runs differ only in the attention buffers
 
 
-def _advice(args: Arguments, room: float) -> str:
-    return advice(model_of(args), _fullest_run(args), room * 2**30)
+def _advice(args: Arguments, memory: float) -> str:
+    return advice(model_of(args), _fullest_run(args), for_tensors(memory))
+
+
+def _room(memory: float) -> str:
+    """GiB that tensors may take."""
+    return f"{for_tensors(memory) / 2**30:.3g}, {TENSOR_SHARE:.0%} of {memory:.3g}"
 
 
 def _gib(size: int) -> str:

@@ -40,7 +40,7 @@ class Profile:
         if self.args.use_pytorch_profiler:
             kinds = torch.profiler.ProfilerActivity
             on_gpu = [kinds.CUDA] if torch.cuda.is_available() else []
-            self._torch = torch.profiler.profile(activities=[kinds.CPU, *on_gpu])
+            self._torch = torch.profiler.profile(activities=[kinds.CPU, *on_gpu], record_shapes=True)
             self._torch.start()
         else:
             torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())

@@ -19,7 +19,7 @@ from .meter import LARGEST, Exchange, Meter
 
 SMALL = 2  # messages of a small exchange, each way: keys and values
 WORK = 0.3  # seconds of processors' work that are enough to count
-TURNS = 3  # measurements of processors' work, of which the median counts: other processes may work too
+TURNS = 3  # measurements of which the median counts: other processes may work too
 PINGS = 0.5  # seconds of messages there and back
 
 
@@ -85,7 +85,7 @@ class LinkProbe:
             GB_s=rate / 1e9,
             latency_us=self._latency(self.each, message_us),
             processor_ns_per_byte=self._per_byte(partial(self._shift, self.each), message_us, together),
-            crowding=self._crowding(rate, self.each // per_node),
+            crowding=self._crowding(self.each // per_node),
         )
 
     # -- exchanges, started: each rank gets as much as it sends ------------------------------------------------
@@ -193,12 +193,14 @@ class LinkProbe:
         of_a_message = statistics.median(more) / (2 * self.meter.n)
         return max(0.0, of_a_message - message_us * 1e-6) / len(x) * 1e9
 
-    def _crowding(self, rate: float, ranks: int) -> float:
+    def _crowding(self, ranks: int) -> float:
         """How much less a NIC of some ranks carries when each of them exchanges with all of the other nodes at once."""
         messages = ranks * (self.meter.n - self.each)
         if messages < 3:
             return 0.0
-        return max(0.0, rate / ranks / self.meter.rate(self._all_pairs) - 1) / (messages - 1)
+        one = partial(self._shift, self.each)
+        slower = [self.meter.rate(one) / self.meter.rate(self._all_pairs) for _ in range(TURNS)]
+        return max(0.0, statistics.median(slower) - 1) / (messages - 1)
 
 
 class _Nothing:

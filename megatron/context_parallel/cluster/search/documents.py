@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.description import Cluster, for_tensors
 from megatron.context_parallel.cluster.step.documents_time import DocumentsAttention, documents_forecast
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
@@ -116,7 +116,7 @@ def search_steps_of_documents(
     The latter are tried as the layout says, and with a placement. `documents` are those of a micro batch.
     """
     whole = search_steps(model, cluster, base)
-    made_for_documents = [*_made_for_documents(model, base, {}, cluster.device.memory_GiB * 2**30)]
+    made_for_documents = [*_made_for_documents(model, base, {}, for_tensors(cluster.device.memory_GiB))]
     of_whole = [*dict.fromkeys(one.run.cp_strategy for one in whole.ranked)]
     choices = [DocumentsChoice(spec, False) for spec in [*of_whole, *made_for_documents]]
     choices += [DocumentsChoice(spec, True) for spec in _in_one_layout(made_for_documents, None)]

@@ -8,7 +8,7 @@ from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
-from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.description import Cluster, for_tensors
 from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
@@ -197,12 +197,12 @@ def search(
         workload: what is computed.
         place: the devices of the group.
         fixed: options of all strategies that are given.
-        room: bytes of a device for chunks and partials of attention; default: its memory.
+        room: bytes of a device for chunks and partials of attention; default: all that tensors may take.
         most: choices that are simulated.
     """
     choices, rejected = dict[str, Candidate](), list[Rejected]()
     fixed = fixed or {}
-    room = place.cluster.device.memory_GiB * 2**30 if room is None else room
+    room = for_tensors(place.cluster.device.memory_GiB) if room is None else room
     q_transfer_blocks = cache(partial(_q_transfer_blocks, workload, place))
     for found in candidates(workload, place.n, q_transfer_blocks, fixed):
         if isinstance(found, Rejected):

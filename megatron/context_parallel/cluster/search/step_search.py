@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from megatron.context_parallel.cluster.description import BACKWARD, Cluster
+from megatron.context_parallel.cluster.description import BACKWARD, TENSOR_SHARE, Cluster, for_tensors
 from megatron.context_parallel.cluster.step.attention_pass import (
     Attention,
     attention_mask,
@@ -30,9 +30,6 @@ from .planner import SIMULATED, GroupDevices, search
 
 TAKEN = 8  # specs that a whole step is predicted with for each split of the ranks, beside one of each strategy
 SIMULATED_OF_MANY = 8  # specs that are simulated for each of many splits
-# Of a device's memory, what tensors may take. An 80 GB GPU was full with 75.3 GiB of tensors: the allocator had 1.8 GiB
-# that it could not use, CUDA 1.0 GiB, and the driver 0.8 GiB (github.com/vllm-project/compressed-tensors/pull/587).
-ROOM = 0.94
 FAR = 1.25  # parallel sizes that must take so many times as long as the fastest run found are not tried
 FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MICRO_BATCHES = (1, 2, 4)  # times the size that is given
@@ -116,11 +113,6 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
     return StepSearch(sorted(ranked, key=lambda found: found.forecast.seconds), rejected, slower, far)
 
 
-def room(cluster: Cluster) -> float:
-    """Bytes of a device that tensors may take."""
-    return ROOM * cluster.device.memory_GiB * 2**30
-
-
 def _least(model: ModelShape, run: TrainConfig, cluster: Cluster) -> float:
     """Seconds that every iteration of a run takes, in which no communication of attention or of weights is exposed."""
     rate = 1e12 * max(max(rate.forward_TFLOP_s, rate.backward_TFLOP_s) for rate in cluster.device.attention)
@@ -181,8 +173,9 @@ def forecasts(
     for run in _variants(model, replace(base, cross_entropy_chunk_size=chunk), cluster):
         try:
             check_sizes(model, run)
-            if fullest(model, run)[1].bytes > room(cluster):
-                raise UsageError(f"needs more than {ROOM:.0%} of the {cluster.device.memory_GiB:g} GiB of a device")
+            if fullest(model, run)[1].bytes > for_tensors(cluster.device.memory_GiB):
+                memory = f"{cluster.device.memory_GiB:g} GiB of a device"
+                raise UsageError(f"needs more than {TENSOR_SHARE:.0%} of the {memory}")
             found.ranked.append(FeasibleRun(run, forecast_step(model, run, cluster, attention), placed))
         except UsageError as error:
             found.rejected.append(Rejected(run.cp_strategy, str(error)))
@@ -213,13 +206,21 @@ def _copies(run: TrainConfig, cluster: Cluster) -> Iterator[int]:
 
 
 def _recomputations(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
-    """Nothing, norms and MLP, all but attention, or all. The trainer refuses those in between with FP8."""
+    """Nothing, norms and MLP, all but attention, or all; what the last two keep, on the device or in host memory.
+
+    The trainer refuses all but nothing and all with FP8, and host memory.
+    """
     yield {}
-    if not run.fp8:
-        modules = "layernorm", "moe" if model.num_experts else "mlp"
-        yield {"recompute_granularity": "selective", "recompute_modules": modules}
-        yield {**FULL, "recompute_whitelist": ("core_attention",)}
     yield FULL
+    if run.fp8:
+        return
+    modules = "layernorm", "moe" if model.num_experts else "mlp"
+    yield {"recompute_granularity": "selective", "recompute_modules": modules}
+    but_attention = {**FULL, "recompute_whitelist": ("core_attention",)}
+    yield but_attention
+    if cluster.device.host_GB_s:
+        yield {**FULL, "offload_checkpoints": True}
+        yield {**but_attention, "offload_checkpoints": True, "offload_kept": True}
 
 
 def _virtual_stages(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:

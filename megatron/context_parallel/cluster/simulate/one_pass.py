@@ -152,8 +152,10 @@ class _Costs:
 
     def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
         memory = self.cluster.device.memory_GB_s * 1e9
-        if isinstance(work, Merge):  # reads both partials and writes one
+        if isinstance(work, Merge):  # reads both partials and writes one, of the rows that arrived
             seconds = work.times * (2 * self.held[work.tensor] + self.bytes[work.tensor, False]) / memory
+            if self.rows and work.message:
+                seconds *= self.rows.share(work.message)
         else:
             messages = sum([_messages(op) for op in work.comm]) if self.cluster.message_us else 0
             seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6

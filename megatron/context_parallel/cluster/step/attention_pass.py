@@ -177,6 +177,7 @@ def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, Tra
         virtual_pipeline_model_parallel_size=None,
         sequence_parallel=False,
         data_parallel_sharding_strategy="no_shard",
+        num_distributed_optimizer_instances=1,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
         recompute_granularity=None,
@@ -184,6 +185,8 @@ def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, Tra
         recompute_num_layers=None,
         recompute_modules=(),
         recompute_whitelist=(),
+        offload_checkpoints=False,
+        offload_kept=False,
         offload_modules=(),
     )
     return model, run

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.collectives import Rate, all_to_all, exchange, ring
+from megatron.context_parallel.errors import UsageError
 
+from . import saved_bytes
 from .attention_pass import Attention, attention_seconds
 from .layer_time import KernelTime, LayerTime
 from .model_shape import ModelShape
@@ -22,6 +24,7 @@ PARTS = (
     "expert-parallel traffic",
     "pipeline traffic",
     "pipeline bubble",
+    "host memory, exposed",
     "gradients and weights, exposed",
     "sums of gradients",
     "optimizer",
@@ -38,6 +41,7 @@ PARTS = (
     EXPERTS,
     PIPELINE,
     BUBBLE,
+    HOST,
     SHARED,
     SUMS,
     OPTIMIZER,
@@ -95,6 +99,7 @@ class StageTime:
             several += self._recomputed()
             if self.run.mlp_chunks_for_training > 1 and "mlp" not in self.run.computed_again:  # each part once more
                 several.append(self._mlp_again())
+        several.append({HOST: self._host(backward, sum(add(several).values()))})
         if self.first:
             several.append(self._work(self.time.embedding(backward)))
         if self.last:
@@ -117,13 +122,19 @@ class StageTime:
         seconds = self.attention(self.model, self.run, self.cluster, backward)
         return {ATTENTION: count * seconds.compute, EXPOSED: count * seconds.exposed}
 
+    @property
+    def _recomputed_layers(self) -> int:
+        """Layers that full recomputation computes again."""
+        if self.run.recompute_method == "uniform":
+            return self.layers
+        return min(self.layers, self.run.turns * (self.run.recompute_num_layers or 0))
+
     def _recomputed(self) -> list[SecondsByKind]:
         """Forward passes that the backward pass repeats; where attention's output is kept, only its swap of heads."""
         run = self.run
         if run.recompute_granularity != "full":
             return [self._computed_again(module) for module in run.computed_again]
-        each = run.recompute_num_layers or 0
-        count = self.layers if run.recompute_method == "uniform" else min(self.layers, run.turns * each)
+        count = self._recomputed_layers
         layers = self._forward(
             count, *(part for part in self.time.forward_parts if part not in run.recompute_whitelist)
         )
@@ -233,6 +244,25 @@ class StageTime:
         each = self._hidden_states() // (run.tensor_model_parallel_size if run.sequence_parallel else 1)
         seconds = run.turns * exchange(self.cluster, pairs).seconds(each)
         return seconds if run.turns == 1 else max(0.0, seconds - busy)
+
+    def _host(self, backward: bool, busy: float) -> float:
+        """Seconds of a pass that wait for copies to host memory, or back; its layers hide them for `busy` seconds.
+
+        What the first layer of the backward pass needs, nothing hides.
+        """
+        run = self.run
+        if not (run.offload_checkpoints or run.offload_kept or run.offload_modules):
+            return 0.0
+        if (rate := self.cluster.device.host_GB_s) is None:
+            why = f"{self.cluster.device.name} has no device.host_GB_s; give it in the cluster's file, such as 64"
+            raise UsageError(f"offloading of activations: {why}")
+        group = (run.recompute_num_layers or 1) if run.recompute_method == "uniform" else 1
+        first = saved_bytes.fetched_ahead(self.model, run, group)
+        size = self._recomputed_layers / group * first
+        if run.offload_modules:  # without full recomputation; those of the last layer stay on the device
+            first = saved_bytes.offloaded(self.model, run)[1]
+            size = (self.layers - 1) * first
+        return max(size / (1e9 * rate) - busy, first / (1e9 * rate) if backward else 0.0)
 
     def _shared(self, parameters: int, forward: float, backward: float) -> float:
         """Seconds of an iteration that wait for gradients and weights of data and context ranks.

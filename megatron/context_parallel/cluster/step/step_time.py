@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.description import Cluster, for_tensors
 from megatron.context_parallel.errors import UsageError
 
 from .attention_pass import attention_seconds
@@ -65,7 +65,7 @@ def forecast_step(
         parts=parts,
         mfu=flops / (seconds * run.world_size * cluster.device.peak_TFLOP_s * 1e12),
         memory=held,
-        fits=held.bytes <= cluster.device.memory_GiB * 2**30,
+        fits=held.bytes <= for_tensors(cluster.device.memory_GiB),
     )
 
 

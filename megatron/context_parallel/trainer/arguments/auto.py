@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron.context_parallel.cli.run_main import announce
-from megatron.context_parallel.cluster.description import Cluster, load_cluster
+from megatron.context_parallel.cluster.description import Cluster, for_tensors, load_cluster
 from megatron.context_parallel.cluster.search.auto import headline, measured
 from megatron.context_parallel.cluster.search.documents import DocumentsChoice, search_documents
 from megatron.context_parallel.cluster.search.planner import GroupDevices, search
@@ -100,11 +100,11 @@ def _room(args: Arguments, cluster: Cluster) -> float:
     found = {moment.name: moment for moment in moments(model, run, fullest_stage(model, run))}
     rest = sum(item.bytes for item in found.pop(ATTENTION).items if item.what != BUFFERS)
     needed = max(rest, *(moment.bytes for moment in found.values()))
-    room = cluster.device.memory_GiB * 2**30
+    room = for_tensors(cluster.device.memory_GiB)
     if needed >= room:
         raise UsageError(
             f"--cp-strategy {AUTO}: without attention the run already needs an estimated {needed / 2**30:.3g} GiB per "
-            f"device, which has {cluster.device.memory_GiB:g} GiB; "
+            f"device, which has {room / 2**30:.3g} GiB for tensors; "
             f"{advice(model, run, room)}"
         )
     return room - rest

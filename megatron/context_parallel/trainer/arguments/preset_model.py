@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
+from megatron.context_parallel.integration.bridge_recipe import is_recipe, recipe_flags
 from megatron.context_parallel.integration.huggingface.config import is_huggingface, model_flags
 from megatron.context_parallel.trainer.config.flags import Flags
 from megatron.context_parallel.trainer.config.workload import model_from
@@ -16,15 +17,16 @@ def preset_model(preset: str, seq_length: int, tensor_model_parallel_size: int =
     """The sizes of a published model, trained on sequences of `seq_length` tokens.
 
     Args:
-        preset: as `--preset`, or a folder with HuggingFace's config.json.
+        preset: as `--preset`, a folder with HuggingFace's config.json, or the YAML file of a Megatron-Bridge recipe.
         seq_length, tensor_model_parallel_size: as the trainer's flags.
 
     Raises:
-        UsageError: no such preset, or a config.json that the trainer cannot build.
+        UsageError: no such preset, or a config.json or a recipe that the trainer cannot build.
     """
-    if is_huggingface(preset):
+    read = recipe_flags if is_recipe(preset) else model_flags if is_huggingface(preset) else None
+    if read:
         sizes = {"seq_length": seq_length, "tensor_model_parallel_size": tensor_model_parallel_size}
-        described = complete_model(Flags(**(model_flags(Path(preset)) | sizes)))
+        described = complete_model(Flags(**(read(Path(preset)) | sizes)))
         return model_from(described, padded_vocab_size(described, described.vocab_size or 0))
     flags = ["--preset", preset, "--seq-length", str(seq_length), "--max-position-embeddings", str(seq_length)]
     given = read_flags([*flags, "--tensor-model-parallel-size", str(tensor_model_parallel_size)])
