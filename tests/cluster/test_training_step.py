@@ -12,6 +12,7 @@ from megatron.context_parallel import ContextParallel, UsageError, context_paral
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, IntraNode, Nics
 from megatron.context_parallel.cluster.simulate.block_time import small_blocks
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
+from megatron.context_parallel.cluster.step import mlp_chunks
 from megatron.context_parallel.cluster.step.attention_pass import (
     attention_buffers,
     attention_forecast,
@@ -522,3 +523,23 @@ def test_chunks_of_loss_and_mlp_need_less_memory_and_more_time():
     assert whole["MLP activations"] - mlp["MLP activations"] == inner * (MODEL.num_layers - 1)
     for chunks in ({"cross_entropy_chunk_size": 64}, {"mlp_chunks_for_training": 4}):
         assert seconds(replace(run, **chunks)) > seconds(run)
+
+
+@pytest.mark.parametrize("recompute", [FULL, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}])
+def test_by_default_large_mlps_are_cut_where_it_takes_no_time(recompute, monkeypatch):
+    """In chunks whose first products return `MLP_AT_ONCE` bytes at most, unless the run asks for one chunk."""
+    run = replace(RUN, **recompute)
+    whole = replace(run, mlp_chunks_for_training=1)
+    assert moments(MODEL, run) == moments(MODEL, whole)
+    outputs = RUN.tokens * MODEL.mlp_inputs * RUN.itemsize
+    monkeypatch.setattr(mlp_chunks, "MLP_AT_ONCE", outputs // 3)
+    assert moments(MODEL, run) == moments(MODEL, replace(run, mlp_chunks_for_training=4))
+    assert moments(MODEL, run) != moments(MODEL, whole)
+    assert seconds(run) == seconds(whole)
+    tensor = {"tensor_model_parallel_size": 2}
+    assert moments(MODEL, replace(run, **tensor)) == moments(MODEL, replace(run, **tensor, mlp_chunks_for_training=2))
+    kept = {"recompute_whitelist": ("fc1",)} if recompute == FULL else {"recompute_modules": ("core_attn",)}
+    two_at_once = [{"recompute_num_layers": 2}] if recompute == FULL else []
+    for others in (kept, {"recompute_granularity": None}, *two_at_once):
+        plain = replace(run, **others)
+        assert moments(MODEL, plain) == moments(MODEL, replace(plain, mlp_chunks_for_training=1))

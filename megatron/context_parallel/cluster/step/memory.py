@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from . import saved_bytes
 from .attention_pass import attention_buffers
+from .mlp_chunks import mlp_chunks
 from .model_shape import ModelShape
 from .saved_bytes import Part, Widths
 from .train_config import TrainConfig
@@ -318,14 +319,13 @@ def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
         return MemoryItem(MLP, size, "gradients of the layer's and the experts' outputs, and of an expert")
     inner = run.tokens * w.size * w.inner
     weight = w.size * w.inner * model.hidden_size
-    if run.mlp_chunks_for_training > 1 or "mlp" in run.computed_again:
-        part = inner // run.mlp_chunks_for_training
+    chunks = mlp_chunks(model, run)
+    if chunks > 1 or "mlp" in run.computed_again:
+        part = inner // chunks
         kept = part * (saved_bytes.activation_vectors(model, run) + 1)
         weights = weight * (5 if model.swiglu else 3)  # summed over the chunks, and the newest of the first product
         size = 2 * hidden + kept + 2 * part + weights
-        return MemoryItem(
-            MLP, size, f"1 / {run.mlp_chunks_for_training} of the tokens at work, and the weights' gradients"
-        )
+        return MemoryItem(MLP, size, f"1 / {chunks} of the tokens at work, and the weights' gradients")
     size = hidden + max(2 * inner if model.swiglu else inner, inner + weight)
     return MemoryItem(MLP, size, "gradients of the layer's output, and of the MLP's inner numbers and second weight")
 

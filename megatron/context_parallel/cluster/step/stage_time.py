@@ -7,6 +7,7 @@ from megatron.context_parallel.cluster.simulate.collectives import Rate, all_to_
 
 from .attention_pass import Attention, attention_seconds
 from .layer_time import KernelTime, LayerTime
+from .mlp_chunks import mlp_chunks, recomputed_anyway
 from .model_shape import ModelShape
 from .train_config import TrainConfig
 
@@ -93,7 +94,7 @@ class StageTime:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
         if backward:
             several += self._recomputed()
-            if self.run.mlp_chunks_for_training > 1 and "mlp" not in self.run.computed_again:  # each part once more
+            if mlp_chunks(self.model, self.run) > 1 and not recomputed_anyway(self.run):
                 several.append(self._mlp_again())
         if self.first:
             several.append(self._work(self.time.embedding(backward)))

@@ -25,7 +25,7 @@ def _check_whitelist(args: Arguments, names: list[str]) -> Iterator[UsageError]:
         if name != "core_attention" and args.transformer_impl == "transformer_engine":
             why = "keeps outputs of megatron-core's own layers, not of Transformer Engine's"
             yield UsageError(f"--recompute-whitelist {name}: {why}; give --transformer-impl local")
-        elif name in ("fc1", "fc2") and args.mlp_chunks_for_training > 1:
+        elif name in ("fc1", "fc2") and (args.mlp_chunks_for_training or 1) > 1:
             why = f"--mlp-chunks-for-training {args.mlp_chunks_for_training} computes the MLP again; leave one out"
             yield UsageError(f"--recompute-whitelist {name}: {why}")
 
@@ -65,8 +65,6 @@ def _check_offloading(args: Arguments, modules: list[str]) -> Iterator[UsageErro
     wrong = {}
     if "core_attn" not in modules:
         wrong["attn_proj"] = "its input is also saved by core_attn; give --offload-modules core_attn attn_proj"
-    if not args.num_experts:
-        wrong["mlp_norm"] = "Transformer Engine computes this norm inside the MLP; give --offload-modules qkv_linear"
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
         wrong["core_attn"] = "--recompute-modules core_attn computes it again; give --recompute-modules mlp"
     elif args.qk_layernorm:
