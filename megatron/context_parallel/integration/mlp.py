@@ -1,6 +1,7 @@
 """The MLP of each layer, computed again in the backward pass, for some tokens at a time."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class _InChunks:
         if self._output_unused and is_checkpointing() and torch.is_grad_enabled():
             return self._without_output(hidden)
         # A reentrant one would add to the weights' gradients once for each part, and start their reduction early.
-        how = {"use_reentrant": False, "preserve_rng_state": False}
-        parts = [checkpoint(self._forward, part, **how, **others) for part in hidden.chunk(self._chunks)]
+        run = partial(checkpoint, self._forward, use_reentrant=False, preserve_rng_state=False, **others)
+        parts = [run(part) for part in hidden.chunk(self._chunks)]
         return torch.cat([out for out, _ in parts]), parts[0][1]  # the bias is the same for all
 
     def _without_output(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +44,7 @@ class _InChunks:
         with torch.no_grad():
             row, bias = self._forward(hidden[:1])
         weights = [weight for weight in self._mlp.parameters() if weight.requires_grad]
-        out = row.new_zeros(len(hidden), *row.shape[1:])
+        out = row.new_zeros(()).expand(len(hidden), *row.shape[1:])
         return _ZerosWithGradients.apply(self._first, self._chunks, hidden, out, *weights), bias
 
     def _first(self, hidden: Tensor) -> Tensor:
@@ -67,10 +68,22 @@ class _ZerosWithGradients(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden)
         sums: list[Tensor | None] = [None] * len(ctx.weights)
         for part, of_part, of_out in zip(*(x.chunk(ctx.chunks) for x in (hidden, of_hidden, gradient)), strict=True):
-            given = part.detach().requires_grad_()
-            with torch.enable_grad():
-                out = ctx.run(given)
-            found, *others = torch.autograd.grad(out, (given, *ctx.weights), of_out, allow_unused=True)
-            of_part.copy_(found)
-            sums = [one if total is None else total.add_(one) for total, one in zip(sums, others, strict=True)]
+            sums = _add_gradients(ctx.run, ctx.weights, part, of_part, of_out, sums)
         return None, None, of_hidden, None, *sums
+
+
+def _add_gradients(
+    run: Callable[[Tensor], Tensor],
+    weights: tuple[Tensor, ...],
+    part: Tensor,
+    of_part: Tensor,
+    of_out: Tensor,
+    sums: list[Tensor | None],
+) -> list[Tensor | None]:
+    """Writes the gradient of a part into `of_part`, and adds those of the weights to `sums`, where they have any."""
+    given = part.detach().requires_grad_()
+    with torch.enable_grad():
+        out = run(given)
+    found, *others = torch.autograd.grad(out, (given, *weights), of_out, allow_unused=True)
+    of_part.copy_(found)
+    return [one if total is None else total.add_(one) for total, one in zip(sums, others, strict=True)]

@@ -1,5 +1,6 @@
 """Rejects flags of recomputation and offloading that would have no effect, or do not work together."""
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,12 @@ def check_recompute(args: Arguments) -> Iterator[UsageError]:
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
         why = "needs --recompute-method and --recompute-num-layers"
         yield refusal(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
+    elif args.recompute_method == "uniform" and args.recompute_num_layers:
+        stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+        layers, each = args.num_layers // stages, args.recompute_num_layers
+        if layers % each:
+            why = f"does not divide the {layers} layers of a stage, as --recompute-method uniform needs"
+            yield refusal(args, "recompute_num_layers", why, recompute_num_layers=math.gcd(layers, each))
     yield from _check_whitelist(args, args.recompute_whitelist or [])
     if args.recompute_modules:
         yield from _check_modules(args, args.recompute_modules)

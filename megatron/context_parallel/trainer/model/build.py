@@ -25,6 +25,7 @@ from megatron.context_parallel.integration.kept_outputs import keep_outputs
 from megatron.context_parallel.integration.loss import ModelWithLoss
 from megatron.context_parallel.integration.mlp import recompute_mlps
 from megatron.context_parallel.integration.model_config import ModelConfig
+from megatron.context_parallel.integration.recomputed_outputs import free_outputs
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import Contexts, block_spec
 from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
@@ -84,7 +85,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
         scale_embeddings(model)
     model.chunk_size = args.cross_entropy_chunk_size
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
-    _recompute_mlps(args, model)
+    _recompute(args, model)
     keep_outputs(model, whitelist)
     if args.offload_checkpoints or args.offload_kept:
         offload(model, HostMemory(), inputs=args.offload_checkpoints, kept=args.offload_kept)
@@ -94,8 +95,11 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     return model
 
 
-def _recompute_mlps(args: Arguments, model: GPTModel) -> None:
+def _recompute(args: Arguments, model: GPTModel) -> None:
+    """What our recomputation does beside megatron-core's."""
     shape, run = model_of(args), run_of(args)
+    if run.recompute_granularity == "full":
+        free_outputs(model, (run.recompute_method == "uniform" and run.recompute_num_layers) or 1)
     chunks = mlp_chunks(shape, run)
     if chunks > 1 or "mlp" in run.computed_again:
         recompute_mlps(model, chunks, recomputed_anyway(run))
