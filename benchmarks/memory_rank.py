@@ -45,7 +45,8 @@ def measure(job: dict) -> list[dict]:
 def two_steps(args: Arguments) -> None:
     """Builds a model and trains it; the first step makes the optimizer's numbers. Nothing stays."""
     setup.seed_all(args.seed)
-    state, data = training.build_state(args, Progress()), [random_batches(args)]
+    state = training.build_state(args, Progress())
+    data = [random_batches(args) for _ in state.model]
     for _ in range(2):
         with torch.profiler.record_function(STEP):
             training.train_step(args, state, data, time.monotonic())

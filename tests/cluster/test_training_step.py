@@ -1,7 +1,9 @@
 """The predicted time and memory of a training step: against closed forms, and memory against a real tiny run."""
 
+import gc
 from dataclasses import replace
 from itertools import accumulate
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megatron.context_parallel import ContextParallel, UsageError, context_paral
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, IntraNode, Nics
 from megatron.context_parallel.cluster.simulate.block_time import small_blocks
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
+from megatron.context_parallel.cluster.step import mlp_chunks
 from megatron.context_parallel.cluster.step.attention_pass import (
     attention_buffers,
     attention_forecast,
@@ -22,9 +25,11 @@ from megatron.context_parallel.cluster.step.attention_pass import (
 from megatron.context_parallel.cluster.step.block_memory import BlockMemory
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.cluster.step.memory import (
+    ATTENTION,
     GRADIENTS,
     HEAD,
     MLP,
+    Moment,
     fullest_stage,
     host_memory,
     moments,
@@ -544,3 +549,72 @@ def test_chunks_of_loss_and_mlp_need_less_memory_and_more_time():
     assert whole["MLP activations"] - mlp["MLP activations"] == inner * (MODEL.num_layers - 1)
     for chunks in ({"cross_entropy_chunk_size": 64}, {"mlp_chunks_for_training": 4}):
         assert seconds(replace(run, **chunks)) > seconds(run)
+
+
+@pytest.mark.parametrize("recompute", [FULL, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}])
+def test_by_default_large_mlps_are_cut_where_it_takes_no_time(recompute, monkeypatch):
+    """In chunks whose first products return `MLP_AT_ONCE` bytes at most, unless the run asks for one chunk."""
+    run = replace(RUN, **recompute)
+    whole = replace(run, mlp_chunks_for_training=1)
+    assert moments(MODEL, run) == moments(MODEL, whole)
+    outputs = RUN.tokens * MODEL.mlp_inputs * RUN.itemsize
+    monkeypatch.setattr(mlp_chunks, "MLP_AT_ONCE", outputs // 3)
+    assert moments(MODEL, run) == moments(MODEL, replace(run, mlp_chunks_for_training=4))
+    assert moments(MODEL, run) != moments(MODEL, whole)
+    assert seconds(run) == seconds(whole)
+    tensor = {"tensor_model_parallel_size": 2}
+    assert moments(MODEL, replace(run, **tensor)) == moments(MODEL, replace(run, **tensor, mlp_chunks_for_training=2))
+    kept = {"recompute_whitelist": ("fc1",)} if recompute == FULL else {"recompute_modules": ("core_attn",)}
+    two_at_once = [{"recompute_num_layers": 2}] if recompute == FULL else []
+    for others in (kept, {"recompute_granularity": None}, *two_at_once):
+        plain = replace(run, **others)
+        assert moments(MODEL, plain) == moments(MODEL, replace(plain, mlp_chunks_for_training=1))
+
+
+LONG = 1024
+SIZES = {"hidden_size": 64, "ffn_hidden_size": 256, "seq_length": LONG, "max_position_embeddings": LONG}
+SIZES |= {"micro_batch_size": 2, "global_batch_size": 2}
+
+
+def _peaks(family: str, cases: list[dict]) -> list[tuple[int, Moment]]:
+    """Bytes of the allocator at the peak of the second step, and the moment that is predicted, of each case."""
+    found = []
+    for changes in cases:
+        args = training_case.case_args(family, use_distributed_optimizer=False, **SIZES | changes)
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        gc.collect()  # what earlier cases left would end in this one
+        with training_case.groups(args), profiler as profile, patch.object(training_case, "SEQUENCE", LONG):
+            state = training_case.build(args)
+            data = [training_case.batches(args, 0)]
+            for _ in range(2):
+                with torch.profiler.record_function("step"):
+                    training.train_step(args, state, data, 0.0)
+            training_case.forget_graphs(state.model)
+            del state, data
+        most = total = steps = 0
+        for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+            steps += event.name() == "step"
+            total += event.nbytes() if event.name() == "[memory]" else 0
+            most = max(most, total) if steps == 2 else 0
+        found.append((most, peak(model_of(args), run_of(args))))
+    return found
+
+
+TWO, CHUNKS = FULL | {"recompute_num_layers": 2}, {"mlp_chunks_for_training": 2}
+WIDE_ATTENTION, NARROW = {"ffn_hidden_size": 8, "kv_channels": 32}, {"ffn_hidden_size": 64, "kv_channels": 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "cases"),
+    [
+        ("llama", [FULL | WIDE_ATTENTION, FULL | NARROW, FULL | CHUNKS, TWO | CHUNKS]),
+        ("gpt3", [TWO | WIDE_ATTENTION, TWO | NARROW, FULL | CHUNKS]),
+    ],
+)
+def test_the_peak_with_recomputation_is_that_of_the_allocator(ranks, family, cases):
+    """No hidden states are missing or too many: in attention, where a layer ends, and with chunks of the MLP."""
+    (found,) = ranks(1, _peaks, family, cases)
+    assert [moment.name for _, moment in found] == [ATTENTION, *[MLP] * (len(cases) - 1)]
+    hidden = 2 * LONG * 64 * 4
+    missing = [(allocated - moment.bytes) / hidden for allocated, moment in found]
+    assert missing == pytest.approx([0] * len(found), abs=0.3)

@@ -231,6 +231,8 @@ MISTAKES = [
     ("--recompute-granularity full", 1,
      ["--recompute-granularity full", "uniform"], "--recompute-method uniform --recompute-num-layers 1"),
     ("--recompute-num-layers 1", 1, ["--recompute-num-layers 1", "--recompute-granularity full"], None),
+    ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 3 --num-layers 4", 1,
+     ["--recompute-num-layers 3", "does not divide the 4 layers"], "--recompute-num-layers 1"),
     ("--recompute-modules mlp", 1, ["--recompute-modules mlp", "selective"], "--recompute-granularity selective"),
     ("--recompute-activations --recompute-modules moe", 1,
      ["--recompute-modules moe", "no experts"], "--recompute-modules mlp"),

@@ -9,6 +9,7 @@ from megatron.context_parallel.strategies import parse_spec
 
 from .attention_pass import attention_plan
 from .memory import fullest
+from .mlp_chunks import mlp_chunks
 from .model_shape import ModelShape
 from .train_config import SHARDING, TrainConfig, loss_chunk
 
@@ -86,7 +87,7 @@ def _loss_chunks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
 
 def _mlp_chunks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
     for chunks in MLP_CHUNKS:
-        if not model.num_experts and chunks > run.mlp_chunks_for_training:
+        if not model.num_experts and chunks > mlp_chunks(model, run):
             yield Change(f"--mlp-chunks-for-training {chunks}", {"mlp_chunks_for_training": chunks})
 
 

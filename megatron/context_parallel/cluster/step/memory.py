@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from . import saved_bytes
 from .attention_pass import attention_buffers
+from .mlp_chunks import mlp_chunks, recomputed_anyway
 from .model_shape import ModelShape
 from .saved_bytes import Part, Widths
 from .train_config import TrainConfig
@@ -216,8 +217,10 @@ class _LayerCounts:
             # The input is counted with the checkpoints on the device, and with a norm that has no float32 copy of it.
             copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
             counted = (not self.run.offload_checkpoints) + (not copies)
-            size = (2 - counted) * _hidden(self.model, self.run)
-            yield MemoryItem("ends of the layer at work", size, "input and output, less what is counted already")
+            # The checkpoint has the gradient of the output until all of the layer is differentiated.
+            size = (1 + done - counted) * _hidden(self.model, self.run)
+            formula = "input and the gradient of the output, less what is counted already"
+            yield MemoryItem("ends of the layer at work", size, formula)
         if self.groups > 1 and (ahead := saved_bytes.fetched_ahead(self.model, self.run, self.working)):
             yield MemoryItem("fetched ahead", ahead, "what the host had of the layers whose backward pass is the next")
 
@@ -318,16 +321,42 @@ def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
         return MemoryItem(MLP, size, "gradients of the layer's and the experts' outputs, and of an expert")
     inner = run.tokens * w.size * w.inner
     weight = w.size * w.inner * model.hidden_size
-    if run.mlp_chunks_for_training > 1 or "mlp" in run.computed_again:
-        part = inner // run.mlp_chunks_for_training
-        kept = part * (saved_bytes.activation_vectors(model, run) + 1)
-        weights = weight * (5 if model.swiglu else 3)  # summed over the chunks, and the newest of the first product
-        size = 2 * hidden + kept + 2 * part + weights
-        return MemoryItem(
-            MLP, size, f"1 / {run.mlp_chunks_for_training} of the tokens at work, and the weights' gradients"
-        )
-    size = hidden + max(2 * inner if model.swiglu else inner, inner + weight)
+    chunks = mlp_chunks(model, run)
+    ends = _end_of_recomputation(model, run, chunks)
+    if chunks > 1 or "mlp" in run.computed_again:
+        size = hidden + max(ends, _chunk_of_mlp(model, run, chunks))
+        return MemoryItem(MLP, size, f"1 / {chunks} of the tokens at work, and the weights' gradients")
+    size = hidden + max(ends, 2 * inner if model.swiglu else inner, inner + weight)
     return MemoryItem(MLP, size, "gradients of the layer's output, and of the MLP's inner numbers and second weight")
+
+
+def _end_of_recomputation(model: ModelShape, run: TrainConfig, chunks: int) -> int:
+    """Bytes where a recomputed layer ends: the MLP's output, with the bias, and with the residual."""
+    if run.recompute_granularity != "full":
+        return 0
+    hidden, on_cpu = _hidden(model, run), run.implementation == "cpu"
+    added = hidden * (1 + (model.add_bias_linear and on_cpu))
+    if chunks > 1 and recomputed_anyway(run):  # no output
+        return added
+    if not run.sequence_parallel:
+        return added + hidden
+    whole = run.tokens * run.itemsize * model.hidden_size  # before the reduce-scatter, which gloo copies
+    return max(added + hidden, hidden + whole * (1 + on_cpu))
+
+
+def _chunk_of_mlp(model: ModelShape, run: TrainConfig, chunks: int) -> int:
+    """Bytes at work on the last chunk of an MLP, with the gradients of the others."""
+    w = Widths(model, run)
+    hidden, gates = _hidden(model, run), 2 if model.swiglu else 1
+    part, weight = w.size * w.inner * run.tokens // chunks, w.size * w.inner * model.hidden_size
+    kept = part * (saved_bytes.activation_vectors(model, run) + 1)
+    size, newest = hidden - hidden // chunks, 0
+    if recomputed_anyway(run) and "mlp" not in run.computed_again:  # a chunk's are complete before they are added
+        size, newest = hidden + hidden // chunks, weight
+    if chunks > 1:
+        size += (gates + 1) * weight
+    second, activation, first = kept + part + weight, kept + gates * part + newest, gates * (part + weight) + newest
+    return size + max(second, activation, first)
 
 
 def _residual(model: ModelShape, run: TrainConfig) -> MemoryItem:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .attention_pass import attention_plan
+from .mlp_chunks import mlp_chunks
 from .model_shape import ModelShape
 from .train_config import TrainConfig
 
@@ -106,7 +107,7 @@ def mlp_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
         each = Counter(_norm_and_output(model, run, "pre_mlp_layernorm", "mlp" if checkpoints else "linear_fc1"))
         if "moe" not in checkpoints:
             each += Counter(_experts(model, run, w))
-    elif run.mlp_chunks_for_training > 1 or "mlp" in run.computed_again:
+    elif mlp_chunks(model, run) > 1 or "mlp" in run.computed_again:
         each = _norm_and_output(model, run, "pre_mlp_layernorm", "mlp")  # the inputs of the chunks
     else:
         each = _norm_and_output(model, run, "pre_mlp_layernorm", "linear_fc1")
@@ -256,7 +257,6 @@ def offloaded(model: ModelShape, run: TrainConfig) -> tuple[int, int]:
         "qkv_linear": sized(w.hidden, w.hidden) + statistics,
         "core_attn": sized(w.queries, keys, keys) + lse + out,
         "attn_proj": out,
-        "mlp_norm": sized(w.hidden) + statistics,
     }
     copied = sum(on_host[name] for name in run.offload_modules)
     stays_or_twice = out if "core_attn" in run.offload_modules else 0

@@ -9,6 +9,7 @@ from megatron.context_parallel.errors import UsageError
 from . import saved_bytes
 from .attention_pass import Attention, attention_seconds
 from .layer_time import KernelTime, LayerTime
+from .mlp_chunks import mlp_chunks, recomputed_anyway
 from .model_shape import ModelShape
 from .train_config import TrainConfig
 
@@ -97,7 +98,7 @@ class StageTime:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
         if backward:
             several += self._recomputed()
-            if self.run.mlp_chunks_for_training > 1 and "mlp" not in self.run.computed_again:  # each part once more
+            if mlp_chunks(self.model, self.run) > 1 and not recomputed_anyway(self.run):
                 several.append(self._mlp_again())
         several.append({HOST: self._host(backward, sum(add(several).values()))})
         if self.first:

@@ -30,7 +30,8 @@ class TrainConfig:
         offload_checkpoints, offload_kept: the inputs of recomputed layers and those outputs are in host memory.
         offload_modules: the parts of layers whose saved tensors are in host memory, of at least
             `min_offloaded_tensor_size` numbers each.
-        mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass.
+        mlp_chunks_for_training: parts of the tokens that an MLP computes in turn, and again in the backward pass; None:
+            those of `mlp_chunks`.
         cross_entropy_chunk_size: tokens whose logits exist at once; None: those of a micro batch.
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         fp8: format of the inputs of a layer's products ("e4m3" or "hybrid"); None: as `dtype`.
@@ -78,7 +79,7 @@ class TrainConfig:
     offload_kept: bool = False
     offload_modules: tuple[str, ...] = ()
     min_offloaded_tensor_size: int = 2**20
-    mlp_chunks_for_training: int = 1
+    mlp_chunks_for_training: int | None = None
     cross_entropy_chunk_size: int | None = None
     dtype: str = "bf16"
     fp8: str | None = None

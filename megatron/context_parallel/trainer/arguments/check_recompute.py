@@ -1,5 +1,6 @@
 """Rejects flags of recomputation and offloading that would have no effect, or do not work together."""
 
+import math
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,12 @@ def check_recompute(args: Arguments) -> Iterator[UsageError]:
     if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
         why = "needs --recompute-method and --recompute-num-layers"
         yield refusal(args, "recompute_granularity", why, recompute_method="uniform", recompute_num_layers=1)
+    elif args.recompute_method == "uniform" and args.recompute_num_layers:
+        stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+        layers, each = args.num_layers // stages, args.recompute_num_layers
+        if layers % each:
+            why = f"does not divide the {layers} layers of a stage, as --recompute-method uniform needs"
+            yield refusal(args, "recompute_num_layers", why, recompute_num_layers=math.gcd(layers, each))
     yield from _check_whitelist(args, args.recompute_whitelist or [])
     if args.recompute_modules:
         yield from _check_modules(args, args.recompute_modules)
@@ -25,7 +32,7 @@ def _check_whitelist(args: Arguments, names: list[str]) -> Iterator[UsageError]:
         if name != "core_attention" and args.transformer_impl == "transformer_engine":
             why = "keeps outputs of megatron-core's own layers, not of Transformer Engine's"
             yield UsageError(f"--recompute-whitelist {name}: {why}; give --transformer-impl local")
-        elif name in ("fc1", "fc2") and args.mlp_chunks_for_training > 1:
+        elif name in ("fc1", "fc2") and (args.mlp_chunks_for_training or 1) > 1:
             why = f"--mlp-chunks-for-training {args.mlp_chunks_for_training} computes the MLP again; leave one out"
             yield UsageError(f"--recompute-whitelist {name}: {why}")
 
@@ -65,8 +72,6 @@ def _check_offloading(args: Arguments, modules: list[str]) -> Iterator[UsageErro
     wrong = {}
     if "core_attn" not in modules:
         wrong["attn_proj"] = "its input is also saved by core_attn; give --offload-modules core_attn attn_proj"
-    if not args.num_experts:
-        wrong["mlp_norm"] = "Transformer Engine computes this norm inside the MLP; give --offload-modules qkv_linear"
     if args.recompute_granularity == "selective" and "core_attn" in (args.recompute_modules or ["core_attn"]):
         wrong["core_attn"] = "--recompute-modules core_attn computes it again; give --recompute-modules mlp"
     elif args.qk_layernorm:

@@ -250,16 +250,16 @@ class Training(FlagSection, title="training"):
     offload_modules: list[str] | None = flag(
         "parts of layers whose inputs are in host memory",
         unit="NAME",
-        choices=("qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+        choices=("qkv_linear", "core_attn", "attn_proj"),
         needs="fine_grained_activation_offloading",
     )
     min_offloaded_tensor_size: int = flag(
         "numbers of the smallest tensor that is moved to host memory", 2**20, needs="fine_grained_activation_offloading"
     )
     recompute_activations: bool = flag("the same as --recompute-granularity selective", False, excludes=FULL)
-    mlp_chunks_for_training: int = flag(
+    mlp_chunks_for_training: int | None = flag(
         "parts of the tokens that an MLP computes in turn, and again in the backward pass",
-        1,
+        derived="1; where it is computed again anyway, parts of at most 512 MiB",
         example=8,
         excludes="num_experts fp8",
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.cli.layer_list import read_layer_list
+from megatron.context_parallel.cluster.step.mlp_chunks import mlp_chunks, recomputed_anyway
 from megatron.context_parallel.integration.gemma import scale_embeddings
 from megatron.context_parallel.integration.groups import contexts_by_layer
 from megatron.context_parallel.integration.host_memory import HostMemory, offload
@@ -24,12 +25,14 @@ from megatron.context_parallel.integration.kept_outputs import keep_outputs
 from megatron.context_parallel.integration.loss import ModelWithLoss
 from megatron.context_parallel.integration.mlp import recompute_mlps
 from megatron.context_parallel.integration.model_config import ModelConfig
+from megatron.context_parallel.integration.recomputed_outputs import free_outputs
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import Contexts, block_spec
 from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
 from megatron.context_parallel.integration.yarn import use_yarn
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.samples import decay_samples, train_samples, warmup_samples
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 from .data_parallel import DataParallel, wrap
 
@@ -82,8 +85,7 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
         scale_embeddings(model)
     model.chunk_size = args.cross_entropy_chunk_size
     use_layout(model, cp[0] if isinstance(cp, Sequence) else cp)  # all layers have the same layout
-    if args.mlp_chunks_for_training > 1 or "mlp" in (args.recompute_modules or ()):
-        recompute_mlps(model, args.mlp_chunks_for_training)
+    _recompute(args, model)
     keep_outputs(model, whitelist)
     if args.offload_checkpoints or args.offload_kept:
         offload(model, HostMemory(), inputs=args.offload_checkpoints, kept=args.offload_kept)
@@ -91,6 +93,16 @@ def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage
     if config.perform_initialization and model.post_process and args.untie_embeddings_and_output_weights:
         _draw_vocabulary(args, "output layer", model.output_layer.weight)
     return model
+
+
+def _recompute(args: Arguments, model: GPTModel) -> None:
+    """What our recomputation does beside megatron-core's."""
+    shape, run = model_of(args), run_of(args)
+    if run.recompute_granularity == "full":
+        free_outputs(model, (run.recompute_method == "uniform" and run.recompute_num_layers) or 1)
+    chunks = mlp_chunks(shape, run)
+    if chunks > 1 or "mlp" in run.computed_again:
+        recompute_mlps(model, chunks, recomputed_anyway(run))
 
 
 def _draw_embedding(args: Arguments, weight: Tensor) -> None:
