@@ -91,8 +91,8 @@ def runs(cases: list[list[str]], changes: dict) -> list[tuple]:
 CASES = [["core_attn"], ["core_attn", "attn_proj"], ["qkv_linear", "core_attn", "attn_proj"]]
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_offloading_changes_no_number_and_takes_what_is_predicted(ranks, strategy):
+def test_offloading_changes_no_number_and_takes_what_is_predicted(ranks):
+    strategy = "ulysses"  # attention saves what its swap brought
     plain, attention, projection, everything = ranks(2, runs, [[], *CASES], {"cp_strategy": strategy})[0]
     assert attention[:3] == projection[:3] == plain[:3]
     # The norm's own operations on a CPU: their gradients are added to each other before that of the residual.
