@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from megatron.context_parallel.cluster.description import BACKWARD, MASKS, AttentionRate, Device, GemmRate
 from megatron.context_parallel.errors import UsageError
@@ -135,8 +136,9 @@ def _attention(name: str, arguments: dict[str, Any]) -> tuple[Kind, bool, float]
     """
     if name not in ATTENTION:
         return None
-    schema = getattr(torch.ops.aten, name.removeprefix("aten::")).default._schema
-    names = [argument.name for argument in schema.arguments]
+    signatures = get_signature_for_torch_op(getattr(torch.ops.aten, name.removeprefix("aten::")).default)
+    assert signatures  # it is an operation of PyTorch
+    names = [*signatures[0].parameters]
     dims, values = arguments["Input Dims"], arguments.get("Concrete Inputs", [])
     given = dict(zip(names, values, strict=False))
     dtype = DTYPES.get(arguments["Input type"][names.index("query")])
