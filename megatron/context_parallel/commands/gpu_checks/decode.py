@@ -41,17 +41,18 @@ class PagedRows(NamedTuple):
 
 
 def check_decode(report: CheckReport, sizes: CheckSizes, device: torch.device, clock: GpuClock) -> None:
-    """Errors of rows over pages for each head_dim and format, the same in a CUDA graph, and GB/s of keys."""
+    """Errors of rows over pages, the same in a CUDA graph, and GB/s of keys, for head_dims, dtypes and formats."""
     if device.type != "cuda":
         report.add(TABLE, left_out="needs a GPU")
         return
-    for dim in sizes.head_dims:
-        for dtype in ROUNDING:
-            for form in (None, *FORMATS):
-                if why := refusal(device, dtype, dim, dim, form):
-                    report.add(TABLE, head_dim=dim, format=form or str(dtype), left_out=why)
-                else:
-                    _check(report, sizes, dim, dtype, form, clock, device)
+    cases: list[tuple[int, torch.dtype, str | None]] = [(dim, torch.bfloat16, None) for dim in sizes.head_dims]
+    for dim in sizes.speed_head_dims:
+        cases += [(dim, torch.float16, None), *((dim, torch.bfloat16, form) for form in FORMATS)]
+    for dim, dtype, form in cases:
+        if why := refusal(device, dtype, dim, dim, form):
+            report.add(TABLE, head_dim=dim, dtype=str(dtype), format=form or "auto", left_out=why)
+        else:
+            _check(report, sizes, dim, dtype, form, clock, device)
 
 
 def _check(
