@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatron.context_parallel.cluster.description import Cluster
+from megatron.context_parallel.cluster.description import Cluster, for_tensors
 from megatron.context_parallel.cluster.step.attention_pass import attention_seconds
 from megatron.context_parallel.cluster.step.memory import fullest
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
@@ -141,7 +141,7 @@ def longest(system: str, preset: str, cluster: Cluster) -> int:
     fits = 0
     for thousands in (2**power for power in range(LONGEST.bit_length())):
         run = TrainConfig(seq_length=1024 * thousands, **how, **FULL) if thousands * 1024 >= 16 else None
-        if run and fullest(model, run)[1].bytes <= SMALL_GIB * 2**30:
+        if run and fullest(model, run)[1].bytes <= for_tensors(SMALL_GIB):
             fits = thousands
     return fits
 
