@@ -119,9 +119,11 @@ def _local_inputs(
     local result like q, else None."""
     placed = None
     if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
-        from .dtensors import local_parts  # PyTorch's DTensor takes 0.7 s to import
+        from .dtensors import check_tokens, local_parts  # PyTorch's DTensor takes 0.7 s to import
 
-        q, k, v, placed = local_parts(q, k, v, sinks, cp, documents, tensor_layout.find("s"))
+        q, k, v, placed = local_parts(q, k, v, sinks, cp, tensor_layout.find("s"))
+        if placed:
+            check_tokens(cp, documents)
     q, k, v = autocast(q, k, v)
     check(q, k, v, sinks, tensor_layout)
     check_partials(cp.choice, q.dtype)

@@ -15,23 +15,16 @@ from .context import AllRanks, ContextParallel
 
 
 def local_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cp: ContextParallel | AllRanks,
-    documents: Documents | None,
-    sequence: int,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cp: ContextParallel | AllRanks, sequence: int
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor] | None]:
     """The local parts of q, k and v, and a function that wraps a local result like q; None if there are no DTensors.
 
     Args:
-        documents: of the batch, if any; sequence: the sequence dimension.
+        sequence: the sequence dimension.
 
     Raises:
         UsageError: sinks are a DTensor; q, k and v are not all DTensors with one mesh and placement; they are not
-            sharded only along the sequence and by the context group; the shards are unequal; the tokens of the ranks
-            are not contiguous and in their order, as the shards of a DTensor are.
+            sharded only along the sequence and by the context group; the shards are unequal.
     """
     if isinstance(sinks, DTensor):
         raise UsageError("sinks: a DTensor; give the whole tensor, such as sinks.full_tensor()")
@@ -56,12 +49,11 @@ def local_parts(
                     f"{name} {list(x.shape)}: a DTensor whose dimension {placement.dim} has unequal shards on "
                     f"{mesh.size(i)} ranks; give a multiple, or {name}.to_local()"
                 )
-    _check_tokens(cp, documents)
     placed = partial(DTensor.from_local, device_mesh=mesh, placements=placements, run_check=False)
     return q.to_local(), k.to_local(), v.to_local(), placed
 
 
-def _check_tokens(cp: ContextParallel, documents: Documents | None) -> None:
+def check_tokens(cp: ContextParallel | AllRanks, documents: Documents | None) -> None:
     """Raises UsageError unless rank r has the r-th of equal slices of the sequence."""
     local = "or q.to_local() with tokens in the order of cp.positions"
     if placement_of(documents):

@@ -1,6 +1,6 @@
 """The rows of a decode step: one new token of each sequence, on the rank that stores it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -59,21 +59,21 @@ class DecodeRows:
 
     def pages(self) -> dict[int, Ints]:
         """The pages on this rank of each row that has a sequence. Rows of rank i begin at i * size."""
-        found = {}
-        for rank, sequences in enumerate(self.of_ranks):
-            for row, sequence in enumerate(sequences, rank * self.size):
-                found[row] = self.tables.pages(sequence, self.rank)
-        return found
+        return {row: self.tables.pages(sequence, self.rank) for row, sequence in self._numbered()}
 
     def bounds(self, window: int) -> dict[int, tuple[int, int]]:
         """The rows on this rank that each of these rows sees: `first` to `end` - 1 of its sequence's."""
         found = {}
-        for rank, sequences in enumerate(self.of_ranks):
-            for row, sequence in enumerate(sequences, rank * self.size):
-                all_rows = self.tables.count(sequence, self.rank)
-                some = self.tables.count(sequence, self.rank, self._first(sequence, window))
-                found[row] = all_rows - some, all_rows
+        for row, sequence in self._numbered():
+            all_rows = self.tables.count(sequence, self.rank)
+            some = self.tables.count(sequence, self.rank, self._first(sequence, window))
+            found[row] = all_rows - some, all_rows
         return found
+
+    def _numbered(self) -> Iterator[tuple[int, int]]:
+        """The number of each row that has a sequence, among those of all ranks with padding, and the sequence."""
+        for rank, sequences in enumerate(self.of_ranks):
+            yield from enumerate(sequences, rank * self.size)
 
     def _first(self, sequence: int, window: int) -> int:
         """The first position that the new token of a sequence sees."""

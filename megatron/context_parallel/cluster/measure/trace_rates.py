@@ -96,9 +96,8 @@ def read_rates(paths: Sequence[Path]) -> TraceRates:
                 continue
             calls += 1
     both = [kind for kind, backward in attention if not backward and (kind, True) in attention]
-    rates = tuple(
-        _rate(kind, *(attention[kind, backward] for backward in (False, True))) for kind in sorted(both, key=str)
-    )
+    both.sort(key=str)
+    rates = tuple(_rate(kind, attention[kind, False], attention[kind, True]) for kind in both)
     gemm = tuple(
         GemmRate(size=size, dtype=dtype, TFLOP_s=_median(of)) for (size, dtype), of in sorted(products.items())
     )

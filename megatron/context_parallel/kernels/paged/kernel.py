@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.position import PARTS, architecture
-from megatron.context_parallel.kernels.position.kernel import PROGRAMS
+from megatron.context_parallel.kernels.position.kernel import DTYPES, PROGRAMS, precision
 from megatron.context_parallel.kernels.position.tiles import FLOAT32, TILES, TILES_OF_FEW_ROWS, Tiles
 
 MOST_PARTS = 64  # of the keys of a row: more would take longer to merge
@@ -40,7 +40,7 @@ def refusal(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: i
         return "it runs on GPUs"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+    if dtype not in DTYPES:
         return f"it does not support {dtype}"
     if lacking := [d for d in (key_dim, value_dim) if d not in PARTS]:
         return f"it does not support head_dim {lacking[0]}"
@@ -106,7 +106,7 @@ class PagedKernel:
             q, k, v, k_scales, v_scales, self.outs, self.lses, seen.table, seen.first, seen.end, self.group,
             seen.table.stride(0), scale, at_q=q.stride()[:2], at_k=k.stride()[:2], at_v=v.stride()[:2],
             PAGE=seen.page, FORM=form or "", ROWS=tiles.rows, KEYS=tiles.keys, D=d, E=e, DV=dv, EV=ev,
-            PRECISION=_precision(q), num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
+            PRECISION=precision(q), num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True,
         )  # fmt: skip
         merge_rows(out, lse, self.outs, self.lses)
 
@@ -133,7 +133,3 @@ def merge_rows(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
         out, lse, outs, lses, parts, 1, count, 1, out.stride(1), lse.stride(1), outs.stride(2), lses.stride(2),
         ROWS=ROWS_OF_MERGE, DV=dv, EV=ev, enable_fp_fusion=True,
     )  # fmt: skip
-
-
-def _precision(q: Tensor) -> str:
-    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -210,7 +210,6 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) ->
     dv = v.shape[-1]
     runs = mask if isinstance(mask, Runs) else None
     first, end = (runs.first.contiguous(), runs.end.contiguous()) if runs else (None, None)
-    tf32 = q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {
         "q": q,
         "k": k,
@@ -229,8 +228,13 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) ->
         "DV": PARTS[dv][0],
         "EV": PARTS[dv][1],
         "SOFTCAP": float(scores.softcap),
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": precision(q),
     }
+
+
+def precision(q: Tensor) -> str:
+    """Triton's name for how products are computed: float32 in TF32 only if PyTorch's may be."""
+    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _strides(**tensors: Tensor) -> dict[str, tuple[int, ...]]:
