@@ -1,14 +1,17 @@
 """Compiles the position kernel and the paged kernel ahead of time, without a GPU, through the calls that launch them.
 
-python -m tests.campaigns.compile_kernels   # fails if a kernel spills, or takes too much shared memory
+python -m tests.campaigns.compile_kernels             # fails if a kernel spills, or takes too much shared memory
+python -m pytest tests/campaigns/compile_kernels.py   # a block and a decode step for one architecture
 """
 
 import itertools
+import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +31,10 @@ from megatron.context_parallel.kernels.quantized import FORMATS, pack
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes of a block, by architecture (CUDA guide, table 30)
 SCALAR_COPIES = 8  # a few for each loop; more when each thread copies all numbers that it uses
+
+
+# No matrix products, or of fewer rows than wgmma takes.
+WITHOUT_WGMMA = "by_head_kernel", "output_kernel", "few_rows_kernel", "merge_parts_kernel", "paged_kernel"
 
 
 class Compiled(NamedTuple):
@@ -166,6 +173,19 @@ def pages() -> int:
             found = compile_pages(architecture, head_dim, value_dim, dtype, form, group)
             bad += _judge(architecture, head_dim, value_dim, dtype, form, group, found=found)
     return bad
+
+
+def test_compiles_without_spills():
+    """Values of another head_dim, with a softcap, and a decode step. In a fork: compiling replaces Triton's driver."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        kernels = pool.submit(compile_block, 90, 192, torch.bfloat16, "runs", 128, 30.0).result()
+        kernels += pool.submit(compile_pages, 90, 128, 128, torch.bfloat16, None, 8).result()
+    for kernel in kernels:
+        assert not kernel.spilled, kernel
+        assert kernel.shared <= SHARED[90], kernel
+        assert kernel.scalar_copies <= SCALAR_COPIES, kernel
+        if kernel.kernel not in WITHOUT_WGMMA:
+            assert kernel.wgmma, kernel
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from tests.support.transformers_case import (
 @pytest.mark.parametrize(
     ("family", "specs", "kind"),
     [
-        ("llama", ["mesh", "lightseq", "ulysses"], "whole"),
-        ("llama", ["ring", "attention2d"], "packed"),
-        ("llama", ["ring:layout=contiguous", "mesh"], "padded"),
+        ("llama", ["lightseq", "ulysses"], "whole"),
+        ("llama", ["attention2d"], "packed"),
+        ("llama", ["mesh"], "padded"),
         ("qwen3", ["ring"], "whole"),
         ("mistral", ["ring:layout=contiguous"], "whole"),
         ("gemma2", ["mesh"], "whole"),

@@ -1,12 +1,9 @@
-"""The position kernel: exact under Triton's CPU interpreter, and compiled for GPUs without one.
+"""The position kernel: exact under Triton's CPU interpreter. `tests/campaigns/compile_kernels.py` compiles it for GPUs.
 
-The interpreter computes bfloat16 products wrongly, so bfloat16 is only compiled here. Triton decides when it is
-imported whether to interpret: the interpreter runs in a process that starts anew, the compiler in a fork.
+The interpreter computes bfloat16 products wrongly, so bfloat16 is only compiled there.
 """
 
 import importlib.util
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import pytest
@@ -117,16 +114,15 @@ def errors(
     return found
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "step2"])  # which is below
 def test_exact_for_every_mask(interpreted, name):
     batch = 2 if name == "two_samples" else 1
     found = interpreted(partial(errors, batch=batch), MASKS[name], torch.float32)
     assert all(error < 2e-6 for error in found.values()), found
 
 
-@pytest.mark.parametrize("name", ["window", "two_samples", "empty"])
-def test_exact_as_triton_3_6_reads_numbers_of_rows(interpreted, name):
-    found = interpreted(partial(errors, batch=2, copies=4), MASKS[name], torch.float32)
+def test_exact_as_triton_3_6_reads_numbers_of_rows(interpreted):
+    found = interpreted(partial(errors, batch=2, copies=4), MASKS["two_samples"], torch.float32)
     assert all(error < 2e-6 for error in found.values()), found
 
 
@@ -150,7 +146,6 @@ def test_exact_causal_square(interpreted):
     [
         ("step3", {"group": 4, "batch": 1}),
         ("two_samples", {"group": 2, "batch": 4, "d": 80}),  # two key/value heads of each sample
-        ("step2", {"d": 80, "strided": True}),
         ("step2", {"d": 96, "dv": 80, "strided": True, "softcap": 5.0, "size": 3.0, "batch": 1}),
         ("documents", {"tiles": (16, 64), "batch": 1}),
         ("step_window", {"tiles": (64, 16), "batch": 1}),
@@ -216,7 +211,7 @@ def runs_of(s: int, t: int) -> Runs:
     [(1, 8, 300, 10), (4, 3, 77, 3), (15, 5, 100, 4), (15, 2, 15, 1)],  # tiles have 32 keys
 )
 def test_few_rows_split_the_keys(interpreted, s, group, t, expected):
-    masks = [FULL, runs_of(s, t), Runs(*torch.zeros(2, 1, s, dtype=torch.int32))] + [CAUSAL] * (s == t)
+    masks = [FULL, runs_of(s, t)] + [CAUSAL] * (s == t) + [Runs(*torch.zeros(2, 1, s, dtype=torch.int32))] * (s == 4)
     for mask in masks:
         out, lse, parts = interpreted(partial(few_rows, t=t), torch.float32, s, group, mask)
         assert out < 2e-6 and lse < 2e-6
@@ -555,23 +550,3 @@ def merged_beside_a_sink() -> float:
 
 def test_fused_merge_keeps_the_digits_of_small_weights(interpreted):
     assert interpreted(merged_beside_a_sink) < 1e-6
-
-
-# -- compiled ------------------------------------------------------------------------------------------------------
-
-
-def test_compiles_without_spills():
-    """Values of another head_dim, with a softcap; `tests/campaigns/compile_kernels.py` does all."""
-    from tests.campaigns.compile_kernels import SCALAR_COPIES, SHARED, compile_block, compile_pages
-
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        kernels = pool.submit(compile_block, 90, 192, torch.bfloat16, "runs", 128, 30.0).result()
-        kernels += pool.submit(compile_pages, 90, 128, 128, torch.bfloat16, None, 8).result()
-    for kernel in kernels:
-        assert not kernel.spilled, kernel
-        assert kernel.shared <= SHARED[90], kernel
-        assert kernel.scalar_copies <= SCALAR_COPIES, kernel
-        few = "few_rows_kernel", "merge_parts_kernel", "paged_kernel"
-        if kernel.kernel in ("by_head_kernel", "output_kernel", *few):
-            continue  # no matrix products, or of fewer rows than wgmma takes
-        assert kernel.wgmma, kernel

@@ -40,12 +40,12 @@ def sink(weight: float) -> list[torch.Tensor]:
     return [q, k, v, dout]
 
 
-@pytest.mark.parametrize("weight", [1e-2, 1e-4, 1e-6])
+@pytest.mark.parametrize("weight", [1e-2, 1e-6])
 def test_small_weights_beside_a_sink_keep_their_digits(weight):
     inputs = sink(weight)
     wanted = gradients(lambda *x: attention(*x, causal=True, scale=0.125)[0], *(x.double() for x in inputs))
     for name, strategy in STRATEGIES.items():
-        for n in (1, 4, 8):
+        for n in (1, 8):
             options = {"head_parallel_size": 2} if name in ("ulysses", "loongtrain", "usp") and n > 1 else {}
             if name == "ulysses" and n > 2:
                 n = 2  # as many as there are heads
@@ -117,7 +117,7 @@ def test_padding_may_hold_anything(causal, value_dim, softcap):
     documents = Documents(ids)
     inputs = [torch.randn(128, 1, 2, dim) for dim in (16, 16, value_dim, value_dim)]
     bad = [poisoned(x, padding, float("nan")) for x in inputs[:3]] + [poisoned(inputs[3], padding, 3e38)]
-    for name in ("ring", "allgather", "attention2d"):
+    for name in ("ring", "attention2d"):
         for layout in STRATEGIES[name].layouts:
             cp = AllRanks(4, name, layout)
 

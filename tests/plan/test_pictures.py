@@ -111,7 +111,7 @@ def test_rounds_of_tokens_swap_as_much_as_one_round(backward):
         ("usp:head_parallel_size=2", 8, False),
         ("attention2d", 9, True),
         ("mesh", 16, False),
-        ("allgather", 20, True),
+        ("allgather", 12, True),
     ],
 )
 def test_no_text_lies_over_another(spec, n, backward):

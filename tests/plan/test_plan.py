@@ -32,7 +32,7 @@ def expected_volume(name: str, layout: str, causal: bool, backward: bool, n: int
 @pytest.mark.parametrize("name,layout", CASES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_plan_is_proved_and_counted(name, layout, causal):
-    for n in [*range(1, 17), 24, 33, 64]:
+    for n in [*range(1, 13), 16, 33]:
         for backward in (False, True) if n < 33 else (causal,):
             plan = STRATEGIES[name].plan(n, layout=layout, causal=causal, backward=backward)
             report = verify(plan)

@@ -50,7 +50,7 @@ def gradient_hops(r: int, n: int, w: int) -> int:
     return i * (w - 1) + ring(j, w) + ring(i, n // w)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16, 24, 36])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_double_ring_is_proved_and_moves_what_a_ring_moves(n):
     """LoongTrain section 4.5.3: w-1 transfers an inner ring and one an outer step but the last, (n-1) Size(kv)."""
     for layout in LAYOUTS if n <= 8 else ("zigzag", "contiguous"):
@@ -136,7 +136,7 @@ def expected(cp: int, hp: int, heads: int, kv_heads: int, backward: bool) -> dic
     return {T.Q: swapped, T.KV: kv * (cp - 1) + kv * swapped, T.O: swapped}
 
 
-@pytest.mark.parametrize("n", [*range(1, 17), 24, 33, 36, 48, 64])
+@pytest.mark.parametrize("n", [*range(1, 13), 16, 24, 33, 48])
 def test_volume_is_the_papers(n):
     for hp in divisors(n):
         cp = n // hp
@@ -343,7 +343,7 @@ def test_exact(hp, cp, heads, kv_heads):
 
 
 @pytest.mark.parametrize(
-    "n,heads,kv_heads", [(1, 4, 4), (2, 8, 2), (4, 6, 1), (6, 4, 4), (6, 8, 2), (9, 6, 1), (12, 8, 2), (16, 4, 4)]
+    "n,heads,kv_heads", [(1, 4, 4), (2, 8, 2), (4, 6, 1), (6, 4, 4), (6, 8, 2), (9, 6, 1), (12, 8, 2)]
 )
 def test_double_ring_is_exact(n, heads, kv_heads):
     for causal in (True, False):
@@ -475,8 +475,9 @@ def _on_rank(name: str, layout: str, heads: int, kv_heads: int, options: dict) -
     ],
 )
 def test_exact_between_processes(ranks, name, options):
-    for heads, kv_heads in [(4, 4), (4, 1)]:
-        for layout in ["cyclic"] if "token_rounds" in options else STRATEGIES[name].layouts:
+    layouts = ["cyclic"] if "token_rounds" in options else STRATEGIES[name].layouts
+    for i, (heads, kv_heads) in enumerate([(4, 4), (4, 1)]):
+        for layout in layouts[i::2] or layouts:
             replies = sorted(ranks(4, _on_rank, name, layout, heads, kv_heads, options), key=lambda reply: reply[0])
             assert [chunk for chunk, _ in replies] == [0, 1, 2, 3]
             for mask, causal in enumerate((True, False)):

@@ -7,15 +7,11 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
-import openai
 import pytest
 import yaml
 from megatron.core.inference.sampling_params import SamplingParams
-from openai.types import completion_create_params
-from openai.types.chat import ChatCompletionMessage
-from openai.types.chat import completion_create_params as chat_create_params
 
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.rank_loop import RankLoop
@@ -39,10 +35,15 @@ from tests.support.plain_session import PlainSession
 from tests.support.server_case import GOOD, JSON, PATIENCE, SAID, TEXT, call, readers_of, serving, wait_until
 from tools import make_fields_table
 
+if TYPE_CHECKING:
+    import openai  # not by each process that only looks for tests
+
 BOARDS = Path(__file__).parents[2] / "examples" / "serving"
 
 
-def client(port: int, key: str = "none") -> openai.OpenAI:
+def client(port: int, key: str = "none") -> "openai.OpenAI":
+    import openai
+
     return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=20)
 
 
@@ -164,6 +165,9 @@ def test_tokens_come_with_the_texts(server):
 
 
 def test_fields_of_openai_are_known_and_neutral_values_accepted():
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+
     of_openai = [
         completion_create_params.CompletionCreateParamsStreaming,
         chat_create_params.CompletionCreateParamsStreaming,
@@ -203,6 +207,8 @@ def test_messages_of_every_role_reach_the_template(tmp_path):
     )
     tokenizer = HuggingFaceTokenizer(str(tmp_path), special=True)
     made = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    from openai.types.chat import ChatCompletionMessage
+
     answer = ChatCompletionMessage.model_validate({"role": "assistant", "tool_calls": [made]})
     messages = [
         {"role": "developer", "content": "be"},

@@ -182,7 +182,7 @@ def test_prefetch_hides_communication(n, balance):
 def test_memory_does_not_grow(balance, causal, forward):
     # Forward: own Q, KV, O; the KV at work and the next; one partial O on its way. Backward: own QDO, KV, DQ, DKV; the
     # KV at work and the next; the DKV at work, the one leaving and the one arriving.
-    for n in (8, 9, 33, 64):
+    for n in (8, 9, 33):
         for backward, peak in ((False, forward), (True, 17)):
             plan = lightseq.plan(n, causal=causal, backward=backward, balance=balance)
             assert max(verify(plan).peak) == peak, (n, backward)
@@ -198,13 +198,13 @@ def test_received_partials_do_not_pile_up(causal, monkeypatch):
         run(self, step)
 
     monkeypatch.setattr(Executor, "_free", watch)
-    for n in (9, 16, 33):
+    for n in (9, 16):
         q = torch.randn(n * 2, 1, 1, 4, requires_grad=True)
         context_parallel_attention(q, q, q, AllRanks(n, "lightseq"), causal=causal).sum().backward()
-    assert waiting == {9: 3, 16: 3, 33: 3}  # two batches of results and one fetch
+    assert waiting == {9: 3, 16: 3}  # two batches of results and one fetch
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 9, 12])
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("heads,kv_heads", HEADS)
 def test_exact(n, causal, heads, kv_heads):

@@ -72,7 +72,7 @@ def test_every_grid_is_proved(layout, causal):
                     prove(n, grid, layout, causal, backward, q_transfer_blocks=q_transfer_blocks)
 
 
-@pytest.mark.parametrize("n", [33, 64])
+@pytest.mark.parametrize("n", [33, 36])
 def test_large_grids_are_proved(n):
     for i, grid in enumerate(grids(n)):
         prove(n, grid, MESH.layouts[i % 2], i % 3 > 0, i // 2 % 2 > 0, q_transfer_blocks=EVERY_COST[i % 4])
@@ -271,7 +271,7 @@ def attend(n, heads, kv_heads, causal, layout, dtype=torch.float32, **options):
     return gradients(run, *problem(n, heads, kv_heads, dtype))
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 6, 9, 12])
+@pytest.mark.parametrize("n", [1, 4, 6, 9])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 def test_float32(n, causal):
     for i, grid in enumerate([None, *grids(n)]):

@@ -185,7 +185,7 @@ def test_up_is_all_or_nothing(monkeypatch):
 
 
 @needs_lab
-@pytest.mark.parametrize(("nic", "fair"), [("node", False), ("rank", False), ("rank", True)])
+@pytest.mark.parametrize(("nic", "fair"), [("node", False), ("rank", True)])
 def test_links_bind_and_inner_traffic_stays_inside(nic, fair, script):
     path, out = script(TRAFFIC)
     mates, across, back, incast = [[0, 1], [3, 2]], [[0, 2], [1, 3]], [[2, 0], [3, 1]], [[0, 3], [1, 3]]
