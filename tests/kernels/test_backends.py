@@ -1,6 +1,7 @@
 """Attention libraries for CUDA, replaced by fakes with their signatures and layouts, and which one is chosen."""
 
 import importlib.metadata
+import importlib.util
 import logging
 import re
 import sys
@@ -289,9 +290,9 @@ def gpu(monkeypatch):
             if name in installed:
                 monkeypatch.setitem(sys.modules, library.module, SimpleNamespace())
         monkeypatch.setattr(choose, "_position", lambda device, need: Position())
-        find = choose.importlib.util.find_spec
+        find = importlib.util.find_spec
         monkeypatch.setattr(
-            choose.importlib.util, "find_spec", lambda name: triton or None if name == "triton" else find(name)
+            importlib.util, "find_spec", lambda name: triton or None if name == "triton" else find(name)
         )
         choose._kernel.cache_clear()
 

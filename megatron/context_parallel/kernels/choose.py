@@ -1,6 +1,5 @@
 """Chooses the kernel for the blocks of a run: the requested one, or the fastest supported one."""
 
-import importlib.util
 import logging
 import os
 from collections.abc import Sequence
@@ -12,14 +11,14 @@ from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
 
+from . import position
 from .aten import AtenFlash
 from .interface import BlockGrad, Kernel, Scores
 from .libraries import LIBRARIES, Capability, Library
 from .libraries.base import length
 from .masks import Piece, PieceMask, Runs, cut
 from .names import BACKENDS
-from .position import FEW_ROWS, PARTS, PositionKernel, architecture
-from .position.tiles import TILES
+from .position import FEW_ROWS, PARTS, PositionKernel
 from .softcap import SoftcapCpu
 
 MOST_PIECES = 3  # the most pieces of a block for a library: those of a zigzag block against its own chunk
@@ -240,7 +239,7 @@ def _refusal_on_cpu(name: str) -> str | None:
 def _refusal(name: str, need: Need, capability: Capability | None) -> str | None:
     """Why a backend cannot compute this on a GPU of that capability (None: on any GPU, on any host)."""
     if name == "triton":
-        return _refusal_of_position(need, capability)
+        return position.refusal(need.dtype, (need.head_dim, need.value_dim), capability)
     library = LIBRARIES[name]
     dtype = need.dtype
     head_dim = need.head_dim
@@ -272,15 +271,3 @@ def _sizes(multiples: Sequence[int]) -> str:
     """Head_dims in words: those in steps of 8 by their largest, the others after it."""
     steady = [d for d in multiples if d - 8 in (0, *multiples)]
     return " or ".join([f"{steady[-1]} at most", *(str(d) for d in multiples if d not in steady)])
-
-
-def _refusal_of_position(need: Need, capability: Capability | None) -> str | None:
-    if need.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the position kernel does not support {str(need.dtype).removeprefix('torch.')}"
-    if lacking := [d for d in (need.head_dim, need.value_dim) if d not in PARTS]:
-        return f"the position kernel supports head_dim {', '.join(map(str, PARTS))}, not {lacking[0]}"
-    if capability is not None and architecture(capability) not in TILES:
-        return "the position kernel does not run on sm_{}{}".format(*capability)
-    if capability is not None and importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    return None

@@ -1,14 +1,14 @@
 """The paged kernel: attention of single query rows over cached keys where they lie, all rows in one launch."""
 
-import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.kernels.position import PARTS, architecture
-from megatron.context_parallel.kernels.position.kernel import DTYPES, PROGRAMS, precision
-from megatron.context_parallel.kernels.position.tiles import FLOAT32, TILES, TILES_OF_FEW_ROWS, Tiles
+from megatron.context_parallel.kernels import position
+from megatron.context_parallel.kernels.position import PARTS
+from megatron.context_parallel.kernels.position.kernel import PROGRAMS, precision
+from megatron.context_parallel.kernels.position.tiles import FLOAT32, TILES_OF_FEW_ROWS, Tiles
 
 MOST_PARTS = 64  # of the keys of a row: more would take longer to merge
 ROWS_OF_MERGE = 16  # of a program
@@ -37,19 +37,11 @@ def refusal(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: i
         dtype: of queries; form: of cached rows in 8 bits, one of `quantized.FORMATS`, or None.
     """
     if device.type != "cuda":
-        return "it runs on GPUs"
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if dtype not in DTYPES:
-        return f"it does not support {dtype}"
-    if lacking := [d for d in (key_dim, value_dim) if d not in PARTS]:
-        return f"it does not support head_dim {lacking[0]}"
+        return "the paged kernel runs on GPUs"
     capability = torch.cuda.get_device_capability(device)
-    if architecture(capability) not in TILES:
-        return "it does not run on sm_{}{}".format(*capability)
-    if form == "fp8" and architecture(capability) < FP8:
+    if form == "fp8" and position.architecture(capability) < FP8:
         return "sm_{}{} does not convert fp8".format(*capability)
-    return None
+    return position.refusal(dtype, (key_dim, value_dim), capability)
 
 
 class PagedKernel:

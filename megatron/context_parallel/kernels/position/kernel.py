@@ -1,7 +1,7 @@
 """The position kernel: attention of a block under any mask in one launch, in Triton."""
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -182,6 +182,23 @@ def architecture(capability: tuple[int, int]) -> int:
     """The key of `TILES` for a GPU of that compute capability, or None: 90 for 9.0, 100 for all 10.x."""
     major, minor = capability
     return 100 if major == 10 else 10 * major + minor
+
+
+def refusal(dtype: torch.dtype, head_dims: Sequence[int], capability: tuple[int, int] | None) -> str | None:
+    """Why Triton's kernels cannot compute with these, or None.
+
+    Args:
+        head_dims: of keys and values; capability: of the GPU, if there is one.
+    """
+    if dtype not in DTYPES:
+        return f"the position kernel does not support {str(dtype).removeprefix('torch.')}"
+    if lacking := [d for d in head_dims if d not in PARTS]:
+        return f"the position kernel supports head_dim {', '.join(map(str, PARTS))}, not {lacking[0]}"
+    if capability is not None and architecture(capability) not in TILES:
+        return "the position kernel does not run on sm_{}{}".format(*capability)
+    if capability is not None and importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    return None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> None:
