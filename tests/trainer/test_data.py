@@ -46,10 +46,12 @@ def test_files_become_documents_of_their_bytes(tmp_path):
     assert index.document_indices.tolist() == [0, 1, 2, 3]
 
 
-def test_append_eod_ends_every_document(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
-    (tmp_path / "b.jsonl").write_text('{"text": "c"}\n')
-    index = preprocess(tmp_path, "--input", tmp_path / "a.jsonl", "--append-eod", "--input", tmp_path / "b.jsonl")
+def test_append_eod_ends_every_document(tmp_path, capsys):
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_text('{"text": "ab"}\n')
+    second.write_text('{"text": "c"}\n')
+    index = preprocess(tmp_path, "--input", first, "--append-eod", "--input", second)
+    assert f"encoding {first} and 1 more ..." in capsys.readouterr().err.splitlines()
     assert [ids.tolist() for ids in index] == [[97, 98, EOD], [99, EOD]]
 
 

@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,13 +165,18 @@ def write(
             rate = tokens / (time.monotonic() - started)
             print(f"{count} documents, {tokens} tokens, {rate:.0f} tokens/s", flush=True)
     if not any(output.tokens for output in outputs.values()):
-        raise UsageError(f"--input {' '.join(args.input)}: contains no UTF-8 text; give a file that has some")
+        raise UsageError(f"--input {_named(args.input)}: contains no UTF-8 text; give a file that has some")
     return skipped
+
+
+def _named(inputs: Sequence[str]) -> str:
+    first, *others = inputs
+    return f"{first} and {len(others)} more" if others else first
 
 
 def run(args: PreprocessFlags) -> None:
     files = find_files(args.input)
-    announce(f"encoding {' '.join(args.input)}")  # tokenizers take seconds to import
+    announce(f"encoding {_named(args.input)}")  # tokenizers take seconds to import
     encoder = Encoder(args)
     assert args.output_prefix  # --input needs it
     Path(args.output_prefix).parent.mkdir(parents=True, exist_ok=True)
