@@ -86,6 +86,23 @@ def ruled(rules: Rules, prompt=(), text=(), ends=(), allowed=None, logits=LOGITS
     return change_logits(logits.double(), rules, so_far).tolist()
 
 
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (Rules(ignore_ends=True, min_p=0.5), True),
+        (Rules(min_tokens=1), True),
+        (Rules(min_tokens=2), False),
+        (Rules(presence_penalty=1.0), False),
+        (Rules(frequency_penalty=-1.0), False),
+        (Rules(repetition_penalty=2.0), False),
+        (Rules(logit_bias=[(2, 1.0)]), False),
+    ],
+)
+def test_rules_that_keep_logits_change_none(rules, kept):
+    """After a text of one token."""
+    assert rules.keep_logits(1) == kept == (ruled(rules, text=[1], ends=[3]) == LOGITS.tolist())
+
+
 def test_rules_change_logits_as_defined():
     assert ruled(Rules()) == LOGITS.tolist()
     penalties = Rules(presence_penalty=0.5, frequency_penalty=0.25)

@@ -20,7 +20,6 @@ from .prefill_chunks import PrefillChunks
 from .prefixes import Prefixes, Prompt
 from .prompt_scores import score_prompt
 from .request import Request, RequestOutput
-from .rules import NO_RULES
 from .sampling import Draw, Token, as_numbers, choose_tokens, from_numbers
 from .text_stream import TextStream
 from .tokenizer import Tokenizer
@@ -251,7 +250,7 @@ class Engine:
         """How the next token of a text is chosen."""
         request, rules = run.request, run.request.rules
         change = None
-        if rules != NO_RULES:
+        if not rules.keep_logits(len(run.tokens) - len(request.tokens)):
             text = run.tokens[len(request.tokens) :]
             ends = frozenset() if rules.ignore_ends else self.tokenizer.ends
             change = partial(change_logits, rules=rules, so_far=TextSoFar(request.tokens, text, ends, allowed))

@@ -31,5 +31,10 @@ class Rules:
     logit_bias: Sequence[tuple[int, float]] = ()
     grammar: str = ""
 
+    def keep_logits(self, tokens: int) -> bool:
+        """Whether they do not change the logits of the token that follows a text of so many tokens."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return not (tokens < self.min_tokens or penalties or self.logit_bias or self.grammar)
+
 
 NO_RULES = Rules()
