@@ -81,6 +81,31 @@ def test_a_draw_at_the_end_of_the_sum_is_a_token_that_can_come(monkeypatch):
     assert choose_token(LOGITS, SamplingParams(top_k=3), 0, 0).id == 1
 
 
+@pytest.mark.parametrize(
+    ("limits", "again"),  # and how many of 40 rows need all tokens
+    [
+        ({"top_k": 3}, range(1, 20)),
+        ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.99}, range(1, 40)),
+        ({"top_k": 9}, [40]),
+        ({"top_k": 30, "top_p": 0.5}, [40]),
+    ],
+)
+def test_draws_from_the_likeliest_tokens_are_those_from_all(limits, again, monkeypatch):
+    """Also where tokens have equal logits, and where the likeliest are not enough."""
+    torch.manual_seed(0)
+    rows = torch.randn(40, 64).mul(2).round().unbind()  # about 12 different logits
+    asked = [Draw(SamplingParams(temperature=0.8, **limits), 3, at, min_p=0.01 * (at % 2)) for at in range(40)]
+    calls, draw = [], sampling._draw
+    monkeypatch.setattr(sampling, "_draw", lambda *args: calls.append((len(args[0]), args[2])) or draw(*args))
+    of_all, of_eight = [], []
+    for most, found in ((64, of_all), (8, of_eight)):
+        monkeypatch.setattr(sampling, "SORTED", most)
+        found += [token.id for token in choose_tokens(rows, asked)]
+    assert of_eight == of_all and len({*of_all}) > 5
+    assert calls[:2] == [(40, 64), (40, 8)] and sum(count for count, _ in calls[2:]) in again
+
+
 def ruled(rules: Rules, prompt=(), text=(), ends=(), allowed=None, logits=LOGITS) -> list[float]:
     so_far = TextSoFar(prompt, text, frozenset(ends), allowed)
     return change_logits(logits.double(), rules, so_far).tolist()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault
 
+SORTED = 1024  # of the likeliest tokens, for top-k and top-p; all of them only where these are not enough
 _FAULTS = {-1.0: NAN, -2.0: MISTAKE, -3.0: GRAMMAR}  # instead of a token
 Top = tuple[tuple[int, float], ...]
 
@@ -71,14 +72,20 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
     limits, faults = _limits(asked)
     changed = _changed(rows, asked, faults)
     chosen = likeliest.squeeze(-1) if changed is rows and not limits else changed.argmax(-1)
-    totals = torch.ones_like(chosen, dtype=torch.float64)
-    for ordered in (False, True):
+    totals, enough = torch.ones(2, len(rows), dtype=torch.float64, device=rows.device)
+    for ordered, most in ((False, 0), (True, SORTED)):
         if some := [i for i, limit in limits.items() if limit.ordered == ordered]:
-            chosen[some], totals[some] = _draw(changed[some].double(), [limits[i] for i in some], ordered)
-    numbers = torch.stack([chosen.double(), rows.gather(-1, likeliest).squeeze(-1).double(), totals], -1).tolist()
+            drawn = _draw(changed[some].double(), [limits[i] for i in some], most)
+            chosen[some], totals[some], enough[some] = drawn
+    peaks = rows.gather(-1, likeliest).squeeze(-1).double()
+    numbers = torch.stack([chosen.double(), peaks, totals, enough], -1).tolist()
+    if some := [i for i, of_row in enumerate(numbers) if not of_row[-1]]:
+        chosen[some], totals[some], _ = _draw(changed[some].double(), [limits[i] for i in some], rows.shape[-1])
+        for i, token, total in zip(some, chosen[some].tolist(), totals[some].tolist(), strict=True):
+            numbers[i][0], numbers[i][2] = token, total
     told = _told(rows, chosen, asked)
     tokens = list[Token | Exception]()
-    for i, (token, peak, total) in enumerate(numbers):
+    for i, (token, peak, total, _) in enumerate(numbers):
         if not math.isfinite(peak):
             tokens.append(FloatingPointError("a logit is NaN, or all are infinite"))
         elif i in faults:
@@ -151,37 +158,61 @@ def _limits(asked: Sequence[Draw]) -> tuple[dict[int, _Limit], dict[int, Excepti
     return limits, faults
 
 
-def _draw(logits: Tensor, limits: Sequence[_Limit], ordered: bool) -> tuple[Tensor, Tensor]:
+def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each row the token at which the cumulative probability of the remaining tokens exceeds `uniform` times their
     sum, and that sum. Nothing is read on the host.
 
     Args:
         logits: float64 [rows, vocabulary].
-        ordered: whether rows have limits.
+        most: how many of the likeliest tokens are sorted for rows with limits; 0: no row has any.
+
+    Returns:
+        The tokens, the sums, and 1 where the sorted tokens were enough, else 0; each [rows].
     """
     columns = logits.shape[-1]
     numbers = [(of.temperature, of.uniform, of.top_p or 1.0, min(of.top_k or columns, columns)) for of in limits]
     temperature, uniform, top_p, top_k = torch.tensor(numbers, dtype=torch.float64).to(logits.device).unbind(-1)
     # At most 0 before the division, so that with a small temperature scores overflow only to a probability of 0.
-    scores = (logits - logits.amax(-1, keepdim=True)) / temperature.unsqueeze(-1)
+    scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1))
     if any(of.min_p for of in limits):
         least = torch.tensor([of.min_p for of in limits], dtype=torch.float64).log().to(logits.device)
         scores = scores.masked_fill(scores < least.unsqueeze(-1), -math.inf)
-    last = torch.full_like(top_k, columns - 1, dtype=torch.int64)
-    if ordered:
-        scores, order = scores.sort(dim=-1, descending=True, stable=True)
-        allowed = torch.arange(columns, device=logits.device) < top_k.unsqueeze(-1)
-        scores = scores.masked_fill(~allowed, -math.inf)
-    probabilities = scores.softmax(-1)
+    if not most:
+        cumulated = scores.softmax(-1).cumsum(-1)
+        total = cumulated[:, -1]
+        return _place(cumulated, uniform, total), total, torch.ones_like(total)
+    values, order = _likeliest(scores, most)
+    allowed = torch.arange(values.shape[-1], device=logits.device) < top_k.unsqueeze(-1)
+    probabilities = values.masked_fill(~allowed, -math.inf).softmax(-1)
+    if not all(of.top_k for of in limits):
+        of_all = scores.softmax(-1).gather(-1, order)
+        probabilities = torch.where((top_k < columns).unsqueeze(-1), probabilities, of_all)
     cumulated = probabilities.cumsum(-1)
-    if ordered:
-        allowed &= (cumulated - probabilities < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
-        last = (allowed.sum(-1) - 1).clamp_min(0)
-    total = cumulated.gather(-1, last.unsqueeze(-1)).squeeze(-1)
+    allowed &= (cumulated - probabilities < top_p.unsqueeze(-1)) | (top_p >= 1).unsqueeze(-1)
+    last = (allowed.sum(-1, keepdim=True) - 1).clamp_min(0)
+    total = cumulated.gather(-1, last).squeeze(-1)
+    # Tokens like the last of the sorted ones may be missing, and those of a larger top-k from the sum.
+    enough = (values.gather(-1, last).squeeze(-1) > values[:, -1]) & ((top_k <= most) | (top_k == columns))
+    enough |= most >= columns
+    place = _place(cumulated, uniform, total)
+    return order.gather(-1, place.unsqueeze(-1)).squeeze(-1), total, enough.double()
+
+
+def _likeliest(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The largest scores [rows, most] in descending order, and their tokens, the first of equals first."""
+    if most >= scores.shape[-1]:
+        return scores.sort(dim=-1, descending=True, stable=True)
+    tokens = scores.topk(most, sorted=False).indices.sort().values
+    values, order = scores.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
+    return values, tokens.gather(-1, order)
+
+
+def _place(cumulated: Tensor, uniform: Tensor, total: Tensor) -> Tensor:
+    """For each row the first place at which `cumulated` exceeds uniform times total."""
     # Below the sum even after rounding, so that a token with probability 0 is never sampled.
     passed = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(cumulated, passed.unsqueeze(-1), right=True).clamp_max(columns - 1)
-    return (order.gather(-1, place) if ordered else place).squeeze(-1), total
+    place = torch.searchsorted(cumulated, passed.unsqueeze(-1), right=True)
+    return place.clamp_max(cumulated.shape[-1] - 1).squeeze(-1)
 
 
 def _tops(logprobs: Tensor, counts: Sequence[int]) -> list[Top]:
