@@ -100,7 +100,7 @@ def left_out_table() -> str:
 
 
 def one_target_table(results: Mapping[tuple[str, str], Sequence[Result]]) -> str:
-    """Whether the median of each table is within one bound, over the cells that are visible, not fitted and possible."""
+    """Whether the median of each table is within one bound, over cells that are visible, not fitted and consistent."""
     lines = ["| table | cells | median error | target | why not |", "|---|---|---|---|---|"]
     for (paper, table), of in results.items():
         wrong = contradictions(paper)

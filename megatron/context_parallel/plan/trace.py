@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 from .flows import Flows, Task
 from .form import check_form
 from .ir import Attend, Comm, Key, Message, Plan, PlanError, SwapHeads, Transfer
-from .machine import Block, Machine, Operation, Overhead, Swap, SwapStart, SwapWait, Wait
+from .machine import Block, Launch, Machine, Merge, Operation, Overhead, Swap, SwapStart, SwapWait, Wait
 
-INSTANT = Overhead | SwapStart  # after it a rank goes on, if it takes no time
+INSTANT = Launch, Merge, SwapStart  # after it a rank goes on, if it takes no time
 Rank = tuple[int, int]  # group, and rank in the steps
 
 

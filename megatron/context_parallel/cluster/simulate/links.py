@@ -73,17 +73,27 @@ class Links:
         if nodes[0] == nodes[1]:
             assert cluster.inside  # a node of more than one device has it
             links = (self._at_device("out", sender), self._at_device("in", receiver))
-            costs = cluster.inside.latency_us * 1e-6, cluster.inside.processor_ns_per_byte * 1e-9
-            stream = (cluster.inside.stream_GB_s or 0.0) * 1e9
-            return Path(links[:1] if cluster.inside.shared else links, *costs, 0.0, stream)
-        nics = cluster.nics
-        assert nics  # as above
+            return Path(links[:1] if cluster.inside.shared else links, *self._costs_inside)
         (out, uplink), (into, downlink) = self._at_node("out", sender), self._at_node("in", receiver)
         leaf = cluster.nodes_per_switch
         crosses = leaf and nodes[0] // leaf != nodes[1] // leaf
+        return Path((out, into, uplink, downlink) if crosses else (out, into), *self._costs_outside)
+
+    @cached_property
+    def _costs_inside(self) -> tuple[float, float, float, float]:
+        """Of a `Path` inside a node: seconds, processor, crowding, stream."""
+        inside = self.cluster.inside
+        assert inside  # as above
+        costs = inside.latency_us * 1e-6, inside.processor_ns_per_byte * 1e-9
+        return *costs, 0.0, (inside.stream_GB_s or 0.0) * 1e9
+
+    @cached_property
+    def _costs_outside(self) -> tuple[float, float, float, float]:
+        """The same between nodes."""
+        nics = self.cluster.nics
+        assert nics  # a cluster of more than one node has them
         costs = nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9
-        stream = (nics.stream_GB_s or 0.0) * self._pace
-        return Path((out, into, uplink, downlink) if crosses else (out, into), *costs, nics.crowding, stream)
+        return *costs, nics.crowding, (nics.stream_GB_s or 0.0) * self._pace
 
     def _inside(self, way: str, rank: int) -> tuple[tuple, float]:
         """The link of a rank to the others of its node."""

@@ -140,6 +140,8 @@ class _Costs:
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
         self.ranks = [few.grid.along(few.grid.rank(heads=group), "context") for group in range(few.groups)]
         self.route, self.alone = cache(self._route), cache(Task)  # by seconds
+        self.memory = cluster.device.memory_GB_s * 1e9
+        self.launches_alike = not cluster.message_us and not plan.partials_in_16_bits
         self.wakes = bool(cluster.shared_cores and cluster.busy_latency_us)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
@@ -152,11 +154,13 @@ class _Costs:
         return self._on_rank(group, rank, attend.share * plan.block_share(turn) * blocks(attend))
 
     def overhead(self, group: int, rank: int, work: Overhead) -> Task | None:
-        memory = self.cluster.device.memory_GB_s * 1e9
+        memory = self.memory
         if isinstance(work, Merge):  # reads both partials and writes one, of the rows that arrived
             seconds = work.times * (2 * self.held[work.tensor] + self.bytes[work.tensor, False]) / memory
             if self.rows and work.message:
                 seconds *= self.rows.share(work.message)
+        elif self.launches_alike and not work.first and not work.swap:
+            seconds = self.cluster.device.step_us * 1e-6
         else:
             messages = sum([_messages(op) for op in work.comm]) if self.cluster.message_us else 0
             seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6
