@@ -49,12 +49,12 @@ def seconds(spec: str, cluster: Cluster, shape: Shape = SHAPE, backward: bool = 
 def test_what_a_task_leaves_of_a_link_goes_to_the_others():
     flows = Flows()
     narrow, wide = flows.resource("narrow", 1.0), flows.resource("wide", 2.0)
-    flows.add(Task("a", 1.0, (narrow,), (0,)))
-    flows.add(Task("b", 1.0, (narrow, wide)))
-    flows.add(Task("c", 1.5, (wide,)))  # b takes half of the narrow link, so c has 1.5 of the wide one
+    flows.add("a", Task(1.0, (narrow,), (0,)))
+    flows.add("b", Task(1.0, (narrow, wide)))
+    flows.add("c", Task(1.5, (wide,)))  # b takes half of the narrow link, so c has 1.5 of the wide one
     assert (flows.computing(narrow), flows.computing(wide)) == (1, 0)
-    flows.add(Task("late", 1.0, (wide,)), delay=2.0)
-    flows.add(Task("alone", 0.25))
+    flows.add("late", Task(1.0, (wide,)), delay=2.0)
+    flows.add("alone", Task(0.25))
     assert ends(flows) == [(0.25, ["alone"]), (1.0, ["c"]), (2.0, ["a", "b"]), (2.5, ["late"])]
 
 
@@ -62,8 +62,8 @@ def test_what_a_task_leaves_of_a_link_goes_to_the_others():
 def test_what_does_not_overlap_adds_up(compute, message):
     """With both slowed by w, a block and a message take max + w min together."""
     flows = Flows((0.9, 0.9))
-    flows.add(Task("block", compute, (flows.resource("core", 1.0),), (0,)))
-    flows.add(Task("message", message, (flows.resource("link", 1.0),), (0, 1)))
+    flows.add("block", Task(compute, (flows.resource("core", 1.0),), (0,)))
+    flows.add("message", Task(message, (flows.resource("link", 1.0),), (0, 1)))
     while flows.advance():
         pass
     assert flows.now == pytest.approx(5.0 + 0.9 * 2.0)

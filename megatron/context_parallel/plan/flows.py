@@ -5,7 +5,7 @@ A message uses the links that it crosses, a block the compute of its rank.
 
 import heapq
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,25 +20,23 @@ class Task(NamedTuple):
     """Work on resources.
 
     Attributes:
-        what: the value that `Flows.advance` returns when the task ends.
         size: in units of the resources that it uses; in seconds if it uses none.
         uses: the numbers of its resources, without duplicates.
         ranks: the rank of a block, or the sender and the receiver of a message.
     """
 
-    what: Any
     size: float
-    uses: Sequence[int] = ()
+    uses: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
 
 
 class _Running:
     """A task that uses resources. `left` is the remaining work at the time `since`."""
 
-    __slots__ = ("end", "left", "order", "rate", "row", "since", "task", "uses")
+    __slots__ = ("end", "left", "order", "ranks", "rate", "row", "since", "uses", "what")
 
-    def __init__(self, task: Task, uses: tuple[int, ...], now: float, order: int) -> None:
-        self.task, self.uses, self.order = task, uses, order
+    def __init__(self, what: Any, task: Task, uses: tuple[int, ...], now: float, order: int) -> None:
+        self.what, self.ranks, self.uses, self.order = what, task.ranks, uses, order
         self.left = task.size
         self.since = now
         self.rate = 0.0
@@ -128,17 +126,18 @@ class Flows:
     def __init__(self, slowdown: tuple[float, float] = (0.0, 0.0)) -> None:
         self.now = 0.0
         self._slowdown = slowdown
+        self._slows = any(slowdown)
         self._numbers: dict[Hashable, int] = {}
         self._capacity: list[float] = []
         self._crowding: list[float] = []
         self._users: list[dict[_Running, None]] = []  # for each resource, in the order of their start
         self._changed: dict[int, None] = {}  # resources whose users have changed
-        self._timed: list[tuple[float, int, Task, bool]] = []  # time, order, task, whether it starts then
+        self._timed: list[tuple[float, int, Any, Task | None]] = []  # time, order, what ends, or the task that starts
         self._ends: list[tuple[float, int, _Running]] = []  # may include tasks that have ended or whose end changed
         self._order = 0
         self._table: _Table | None = None  # once many tasks share resources
         self._known: dict[tuple[tuple[int, ...], ...], list[float]] = {}  # rates of tasks by the resources of each
-        self._alone = not any(slowdown)  # a rate depends on nothing but the resources
+        self._alone = not self._slows  # a rate depends on nothing but the resources
         self.resource(None, math.inf)  # NO_RESOURCE
 
     def resource(self, name: Hashable, capacity: float, crowding: float = 0.0) -> int:
@@ -146,8 +145,9 @@ class Flows:
 
         With tasks between k pairs of ranks, its capacity is divided by 1 + `crowding` (k - 1).
         """
-        number = self._numbers.setdefault(name, len(self._capacity))
-        if number == len(self._capacity):
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = len(self._capacity)
             self._capacity.append(capacity)
             self._crowding.append(crowding)
             self._alone &= not crowding
@@ -156,49 +156,52 @@ class Flows:
 
     def computing(self, resource: int) -> int:
         """The number of ranks that currently compute with a resource."""
-        return sum(len(running.task.ranks) == 1 for running in self._users[resource])
+        return sum(len(running.ranks) == 1 for running in self._users[resource])
 
-    def add(self, task: Task, delay: float = 0.0) -> None:
-        """Starts a task, after `delay` seconds."""
-        if task.uses and not delay:
-            self._start(task)
-            return
-        self._order += 1
-        time = self.now + delay + (0.0 if task.uses else task.size)
-        heapq.heappush(self._timed, (time, self._order, task, bool(task.uses)))
+    def add(self, what: Any, task: Task, delay: float = 0.0) -> None:
+        """Starts a task, after `delay` seconds. `advance` returns `what` when it ends."""
+        if not task.uses:
+            self._order += 1
+            heapq.heappush(self._timed, (self.now + delay + task.size, self._order, what, None))
+        elif delay:
+            self._order += 1
+            heapq.heappush(self._timed, (self.now + delay, self._order, what, task))
+        else:
+            self._start(what, task)
 
     def advance(self) -> list[Any]:
         """Advances to the next time at which tasks end. Returns `what` of each; nothing if no task runs."""
         done: list[Any] = []
+        ends, timed = self._ends, self._timed
         while not done:
             if self._changed:
                 self._share()
-            while self._ends and self._ends[0][0] != self._ends[0][2].end:
-                heapq.heappop(self._ends)
-            end = self._ends[0][0] if self._ends else math.inf
-            time = min(end, self._timed[0][0]) if self._timed else end
+            while ends and ends[0][0] != ends[0][2].end:
+                heapq.heappop(ends)
+            end = ends[0][0] if ends else math.inf
+            time = min(end, timed[0][0]) if timed else end
             if time == math.inf:
                 break
             soon = time + SAME * (time - self.now)
             self.now = time
-            while self._ends and self._ends[0][0] <= soon:
-                end, _, running = heapq.heappop(self._ends)
+            while ends and ends[0][0] <= soon:
+                end, _, running = heapq.heappop(ends)
                 if end == running.end:
                     done.append(self._finish(running))
-            while self._timed and self._timed[0][0] <= soon:
-                *_, task, starts = heapq.heappop(self._timed)
-                if starts:
-                    self._start(task)
+            while timed and timed[0][0] <= soon:
+                _, _, what, task = heapq.heappop(timed)
+                if task:
+                    self._start(what, task)
                 else:
-                    done.append(task.what)
+                    done.append(what)
         return done
 
-    def _start(self, task: Task) -> None:
+    def _start(self, what: Any, task: Task) -> None:
         uses = task.uses
-        if any(self._slowdown):  # computation and communication of a rank slow each other down
+        if self._slows:  # computation and communication of a rank slow each other down
             uses = (*uses, *(self.resource(("rank", rank), math.inf) for rank in dict.fromkeys(task.ranks)))
         self._order += 1
-        running = _Running(task, tuple(uses), self.now, self._order)
+        running = _Running(what, task, uses, self.now, self._order)
         if self._table:
             self._table.add(running)
         for resource in uses:
@@ -212,41 +215,47 @@ class Flows:
         for resource in running.uses:
             del self._users[resource][running]
             self._changed[resource] = None
-        return running.task.what
+        return running.what
 
     def _share(self) -> None:
         """Sets the rates of all tasks that a change affects."""
-        now = self.now
         for together in self._concerned():
             if self._alone and len(together) > MANY:
                 self._table = self._table or _Table(dict.fromkeys(one for users in self._users for one in users))
                 together, rates = self._table.share(self._capacity)
             else:
                 rates = self._rates(together)
-            if any(self._slowdown):
+            if self._slows:
                 rates = self._slowed(together, rates)
             for running, rate in zip(together, rates, strict=True):
                 if rate != running.rate:
-                    if self._table:
-                        self._table.rates[running.row] = rate
-                    running.left -= running.rate * (now - running.since)
-                    running.since = now
-                    running.rate = rate
-                    running.end = now + max(running.left, 0.0) / rate
-                    heapq.heappush(self._ends, (running.end, running.order, running))
+                    self._set_rate(running, rate)
         self._changed = {}
+
+    def _set_rate(self, running: _Running, rate: float) -> None:
+        now = self.now
+        if self._table:
+            self._table.rates[running.row] = rate
+        running.left -= running.rate * (now - running.since)
+        running.since = now
+        running.rate = rate
+        running.end = now + max(running.left, 0.0) / rate
+        heapq.heappush(self._ends, (running.end, running.order, running))
 
     def _concerned(self) -> Iterator[list[_Running]]:
         """The tasks that use changed resources, directly or indirectly, in groups that share resources."""
+        all_users = self._users
         found: set[int] = set()
         for first in self._changed:
-            if first in found or not self._users[first]:
+            users = all_users[first]
+            if not users or first in found:
                 continue
-            running = next(iter(self._users[first]))
-            if self._shares_nothing(running):
-                found.update(running.uses)
-                yield [running]
-                continue
+            if len(users) == 1:
+                running = next(iter(users))
+                if max([len(all_users[use]) for use in running.uses]) == 1:  # it shares nothing
+                    found.update(running.uses)
+                    yield [running]
+                    continue
             found.add(first)
             together = dict[_Running, None]()
             resources = [first]
@@ -254,7 +263,7 @@ class Flows:
                 if self._alone and len(together) > MANY:
                     yield list(together)  # all others are shared with them
                     return
-                for running in self._users[resource]:
+                for running in all_users[resource]:
                     if running not in together:
                         together[running] = None
                         new = [use for use in running.uses if use not in found]
@@ -262,11 +271,10 @@ class Flows:
                         resources += new
             yield list(together)
 
-    def _shares_nothing(self, running: _Running) -> bool:
-        return all([len(self._users[use]) == 1 for use in running.uses])
-
     def _rates(self, tasks: list[_Running]) -> list[float]:
         """The fair rate of each task. Where it depends on nothing but the resources, it is computed once."""
+        if len(tasks) == 1:
+            return [min([self._capacity[use] for use in tasks[0].uses])]
         if not self._alone:
             return self._fair(tasks)
         key = tuple([running.uses for running in tasks])
@@ -303,17 +311,17 @@ class Flows:
     def _crowd(self, resource: int) -> float:
         """The factor by which a resource is slower than for one pair of ranks."""
         crowding = self._crowding[resource]
-        return 1 + crowding * (len({running.task.ranks for running in self._users[resource]}) - 1) if crowding else 1.0
+        return 1 + crowding * (len({running.ranks for running in self._users[resource]}) - 1) if crowding else 1.0
 
     def _slowed(self, tasks: list[_Running], rates: list[float]) -> list[float]:
         """The rates of tasks, reduced if a rank computes while it sends or receives."""
         compute, move = set[int](), set[int]()
         for running in tasks:
-            (compute if len(running.task.ranks) == 1 else move).update(running.task.ranks)
+            (compute if len(running.ranks) == 1 else move).update(running.ranks)
         of_block, of_message = self._slowdown
         slowed = []
         for running, rate in zip(tasks, rates, strict=True):
-            ranks = running.task.ranks
+            ranks = running.ranks
             by = of_block * (ranks[0] in move) if len(ranks) == 1 else of_message * (not compute.isdisjoint(ranks))
             slowed.append(rate / (1 + by))
         return slowed

@@ -161,7 +161,8 @@ class SwapHeads:
     channel: str = "heads"
 
 
-Comm = Send | Recv | AllGather | ReduceScatter
+Message = Send | Recv
+Comm = Message | AllGather | ReduceScatter
 
 
 def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
@@ -172,10 +173,13 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
     alone: list[tuple[str, list[Comm]]] = []
     messages: dict[str, list[Comm]] = {}
     for op in comm:
-        of_channel = messages.setdefault(op.channel, [])
-        if isinstance(op, Send | Recv):
-            of_channel.append(op)
+        if isinstance(op, Message):
+            if op.channel in messages:
+                messages[op.channel].append(op)
+            else:
+                messages[op.channel] = [op]
         else:
+            messages.setdefault(op.channel, [])
             alone.append((op.channel, [op]))
     return alone + [(channel, ops) for channel, ops in messages.items() if ops]
 
@@ -201,7 +205,7 @@ class Attend:
     def reads(self, backward: bool) -> tuple[Key, ...]:
         """The chunks that it needs."""
         query = T.QDO if backward else T.Q
-        return (*((query, c) for c in self.q_chunks), *((T.KV, c) for c in self.kv_chunks))
+        return (*[(query, c) for c in self.q_chunks], *[(T.KV, c) for c in self.kv_chunks])
 
     def pairs(self, visible_pairs: Pairs) -> Iterator[tuple[int, int]]:
         """The (query chunk, key/value chunk) pairs that the mask does not empty."""

@@ -11,11 +11,10 @@ So a plan that passes here does not hang with NCCL or gloo. A partial is represe
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from megatron.context_parallel.tokens.shift import Shift
 
@@ -23,9 +22,11 @@ from .ir import (
     IN_FLIGHT,
     OF_KEYS,
     PARTIAL,
+    AllGather,
     Attend,
     Comm,
     Key,
+    Message,
     Plan,
     PlanError,
     Recv,
@@ -38,58 +39,62 @@ from .ir import (
 )
 
 
-@dataclass(eq=False, slots=True)
 class Operation:
     """One operation with all participating ranks, and the contribution of each."""
 
-    label: tuple
-    parties_needed: int
-    parties: list[tuple["CommBatch", Comm]] = field(default_factory=list)
-    started: int = 0  # parties whose batch has started
-    contributions: dict[tuple[int, Key], int] = field(default_factory=dict)  # by rank, and tensor and chunk
+    __slots__ = ("contributions", "label", "parties", "parties_needed", "started")
+
+    def __init__(self, label: tuple, parties_needed: int) -> None:
+        self.label, self.parties_needed = label, parties_needed
+        self.parties: list[tuple[CommBatch, Comm]] = []
+        self.started = 0  # parties whose batch has started
+        self.contributions: dict[tuple[int, Key], int] = {}  # by rank, and tensor and chunk
 
 
-@dataclass(eq=False, slots=True)
 class CommBatch:
     """The operations that a rank launches together on a channel."""
 
-    rank: int
-    step: int
-    channel: str
-    comm: list[Comm]
-    previous: "CommBatch | None"
-    operations: list[Operation] = field(default_factory=list)  # until it starts
-    following: "CommBatch | None" = None
-    open: int = 0  # the number of operations that are not complete
-    begin: float = 0.0  # when the last of them started
-    done: bool = False
+    __slots__ = ("begin", "channel", "comm", "done", "following", "open", "operations", "previous", "rank", "step")
+
+    def __init__(self, rank: int, step: int, channel: str, comm: list[Comm], previous: "CommBatch | None") -> None:
+        self.rank, self.step, self.channel, self.comm, self.previous = rank, step, channel, comm, previous
+        self.operations: Sequence[Operation] = ()  # until it starts
+        self.following: CommBatch | None = None
+        self.open = len(comm)  # the number of operations that are not complete
+        self.begin = 0.0  # when the last of them started
+        self.done = False
 
 
 class OperationQueue(NamedTuple):
-    """The operations between the same ranks on a channel.
+    """The collectives of a group on a channel.
 
     Attributes:
-        unmatched: operations that not all parties have launched, by their number.
+        unmatched: those that not all parties have launched, by their number.
         launched: the number that each party has launched.
     """
 
     unmatched: dict[int, Operation]
-    launched: dict[object, int]
+    launched: dict[int, int]
 
 
 class Wait(NamedTuple):
-    """A rank continues when a batch is complete."""
+    """A rank continues when a batch is complete: it needs `key`, or, with None, a place in flight."""
 
     step: int
-    what: str
+    key: Key | None
     batch: CommBatch
+
+    @property
+    def what(self) -> str:
+        return say(self.key) if self.key else f"the oldest of the {IN_FLIGHT} batches in flight"
 
 
 class Launch(NamedTuple):
-    """The start of a step: the time to launch its operations, before any of them starts."""
+    """The start of a step, or of a swap: the time to launch its operations, before any of them starts."""
 
     comm: tuple[Comm | SwapHeads, ...]
     first: bool  # the pass begins with it
+    swap: SwapHeads | None = None
 
 
 class Merge(NamedTuple):
@@ -100,11 +105,12 @@ class Merge(NamedTuple):
     message: Transfer | None
 
 
-class RankTask(NamedTuple):
-    """A rank continues when it has computed a block, launched a step or merged partials."""
+class Block(NamedTuple):
+    """A rank continues when it has computed a block."""
 
     step: int
-    work: Attend | Launch | Merge
+    attend: Attend
+    turn: int
 
 
 class Swap(NamedTuple):
@@ -127,7 +133,8 @@ class SwapWait(NamedTuple):
     swap: Swap
 
 
-Event = Wait | RankTask | SwapStart | SwapWait
+Overhead = Launch | Merge  # a rank continues when it has done it
+Event = Wait | Block | Overhead | SwapStart | SwapWait
 Arriving = dict[Key, list[tuple[Operation, CommBatch, Comm]]]  # by what it brings
 
 
@@ -149,6 +156,7 @@ class Machine:
         self.plan = plan
         self.n = plan.n
         self.shift = Shift(plan.n, period, plan.width) if period else Shift(plan.n, plan.n)
+        self.moves = self.shift.period < plan.n
         self.ends = plan.ends
         self.buffered = buffered
         self.held: list[dict[Key, int]] = [{} for _ in range(self.shift.period)]  # in the round at work
@@ -156,7 +164,8 @@ class Machine:
         self.parts: list[dict[tuple, float]] = [{} for _ in self.held]  # blocks of which some heads are computed
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
-        self.lines: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
+        self.lines: dict[tuple, list[Operation]] = defaultdict(list)  # messages without counterpart, by their ends
+        self.collectives: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
         self.started: list[Operation] = []
         self.completed: list[CommBatch] = []
 
@@ -174,7 +183,7 @@ class Machine:
             entering = _start(plan.before if k < last else (), k + 1, (k + 1) * count)
             if not plan.rounds_overlap:
                 yield from entering
-            yield from self._steps(r, k * count, chain(entering, leaving))
+            yield from self._steps(r, k, k * count, chain(entering, leaving))
             leaving = self._leave(r, k, (k + 1) * count, self.held[r], self.arriving[r])
             if not plan.rounds_overlap:
                 yield from leaving
@@ -189,13 +198,13 @@ class Machine:
             yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.after]
         yield from _start(self.plan.after, k, end)
 
-    def _steps(self, r: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
+    def _steps(self, r: int, turn: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
         """The steps of a round of rank `r`, counted from `first`, with other events after the first block."""
         held = self.held[r] = {(t, r): 1 << r for t in self.plan.starts}
         arriving = self.arriving[r] = {}
-        backward = self.plan.backward
+        backward, parts = self.plan.backward, self.parts[r]
         for s, step in enumerate(self.plan.steps[r], first):
-            yield RankTask(s, Launch(step.comm, s == 0))
+            yield Launch(step.comm, s == 0)
             for op in step.comm:
                 for key in op.reads(r):
                     if key in arriving:
@@ -205,13 +214,13 @@ class Machine:
                             kind = type(op).__name__
                             raise PlanError(f"rank {r}, step {s}: {kind} of {say(key)}, which the rank does not have")
                         held[key] = 0  # no contribution: zeros are sent
-                    if key[0] in PARTIAL:
+                    if parts and key[0] in PARTIAL:
                         self._check_whole(r, s, key)
             for channel, ops in batches(step.comm):
                 running = self.launched[r, channel]
                 if len(running) == IN_FLIGHT and not running[0].done:
-                    yield Wait(s, f"the oldest of the {IN_FLIGHT} batches in flight", running[0])
-                self._launch(r, s, channel, ops)
+                    yield Wait(s, None, running[0])
+                self._launch(CommBatch(r, s, channel, ops, running[-1] if running else None), running)
             for attend in step.attend:
                 for key in attend.reads(backward):
                     if key in arriving:
@@ -219,7 +228,7 @@ class Machine:
                     elif key not in held:
                         raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which the rank does not have")
                 self._compute(r, s, attend)
-                yield RankTask(s, attend)
+                yield Block(s, attend, turn)
             if step.attend:
                 yield from meanwhile
         yield from meanwhile
@@ -228,7 +237,7 @@ class Machine:
         """Waits for a chunk, and merges the partials that have arrived."""
         for operation, batch, op in arriving.pop(key):
             if not batch.done:
-                yield Wait(s, say(key), batch)
+                yield Wait(s, key, batch)
             value = self._contributions(r, s, operation, op, key)
             if key in held and key[0] not in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received, but the rank already has it")
@@ -239,7 +248,7 @@ class Machine:
                 times = (len(op.group) - 1 if isinstance(op, ReduceScatter) else 1) - (key not in held)
                 if times:
                     message = op.transfers(r)[0] if isinstance(op, Recv) else None
-                    yield RankTask(s, Merge(key[0], times, message))
+                    yield Merge(key[0], times, message)
             held[key] = before | value
 
     def _compute(self, r: int, s: int, attend: Attend) -> None:
@@ -267,7 +276,7 @@ class Machine:
         self, r: int, s: int, tensor: T, chunks: tuple[int, ...], seen: tuple[int, ...], others: tuple[int, ...]
     ) -> None:
         held = self.held[r]
-        bits = sum([1 << other for other in others])
+        bits = 1 << others[0] if len(others) == 1 else sum([1 << other for other in others])
         for chunk in chunks:
             if added := seen[chunk] & bits:
                 before = held.get((tensor, chunk), 0)
@@ -279,57 +288,69 @@ class Machine:
 
     # -- channels ----------------------------------------------------------------------------------------------
 
-    def _launch(self, r: int, s: int, channel: str, comm: list[Comm]) -> None:
-        running = self.launched[r, channel]
-        batch = CommBatch(r, s, channel, comm, running[-1] if running else None)
-        if batch.previous:
-            batch.previous.following = batch
+    def _launch(self, batch: CommBatch, running: deque[CommBatch]) -> None:
+        """Launches a batch after those of its channel that are `running`."""
+        r, previous, operations = batch.rank, batch.previous, list[Operation]()
+        if previous:
+            previous.following = batch
         running.append(batch)
         held, arriving = self.held[r], self.arriving[r]
-        for op in comm:
-            operation = self._meet(batch, op)
-            batch.operations.append(operation)
+        for op in batch.comm:
+            operation = self._meet(batch, op) if isinstance(op, Message) else self._gather(batch, op)
+            operation.parties.append((batch, op))
+            operations.append(operation)
             for key in op.reads(r):
                 operation.contributions[r, key] = held.pop(key) if key[0] in PARTIAL else held[key]
             for key in op.brings(r):
-                arriving.setdefault(key, []).append((operation, batch, op))
-        batch.open = len(comm)
-        if self.buffered or batch.previous is None or batch.previous.done:
+                if key in arriving:
+                    arriving[key].append((operation, batch, op))
+                else:
+                    arriving[key] = [(operation, batch, op)]
+        batch.operations = operations
+        if self.buffered or previous is None or previous.done:
             self._start(batch)
 
-    def _meet(self, batch: CommBatch, op: Comm) -> Operation:
-        """This operation with its parties: the next of its kind on the channel between its ranks."""
-        r, shift = batch.rank, self.shift
-        line: OperationQueue
-        party: object  # identifies this rank among the operation's parties
-        if isinstance(op, Send | Recv):
-            sender, receiver = (r, op.peer) if isinstance(op, Send) else (op.peer, r)
-            chunk = op.chunk
-            if by := shift.back(sender):
-                sender, receiver, chunk = [shift.moved(number, by) for number in (sender, receiver, chunk)]
-            line = self.lines[sender, receiver, op.channel]
-            party, parties = type(op), 2
-            label: tuple = "p2p", op.tensor, (chunk,)
-        else:
-            group, by = self._first(op.group)
-            line = self.lines[group, op.channel]
-            party, parties = r, len({shift.like(member) for member in group})
-            label = type(op).__name__, op.tensor, tuple(shift.moved(chunk, by) for chunk in op.chunks)
-        number = line.launched.get(party, 0)
-        line.launched[party] = number + 1
-        operation = line.unmatched.get(number)
-        if operation is None:
-            operation = line.unmatched[number] = Operation(label, parties)
-        elif operation.label != label:
-            first, _ = operation.parties[0]
-            raise PlanError(
-                f"rank {r}, step {batch.step}: {say_operation(label)} on channel {op.channel} meets "
-                f"{say_operation(operation.label)} of rank {first.rank}, step {first.step}"
-            )
-        operation.parties.append((batch, op))
-        if len(operation.parties) == parties:
-            del line.unmatched[number]
+    def _meet(self, batch: CommBatch, op: Message) -> Operation:
+        """This message: the first without this end on the channel between its ranks, or a new one."""
+        sends = isinstance(op, Send)
+        sender, receiver = (batch.rank, op.peer) if sends else (op.peer, batch.rank)
+        chunk = op.chunk
+        if self.moves and (by := self.shift.back(sender)):
+            sender, receiver, chunk = [self.shift.moved(number, by) for number in (sender, receiver, chunk)]
+        line = self.lines[sender, receiver, op.channel]
+        label = "p2p", op.tensor, (chunk,)
+        if not line or isinstance(line[0].parties[0][1], Send) == sends:
+            operation = Operation(label, 2)
+            line.append(operation)
+            return operation
+        operation = line.pop(0)
+        if operation.label != label:
+            self._mismatch(batch, op, label, operation)
         return operation
+
+    def _gather(self, batch: CommBatch, op: AllGather | ReduceScatter) -> Operation:
+        """This collective: the next of its group on the channel."""
+        r, shift = batch.rank, self.shift
+        group, by = self._first(op.group)
+        queue = self.collectives[group, op.channel]
+        label = type(op).__name__, op.tensor, tuple(shift.moved(chunk, by) for chunk in op.chunks)
+        number = queue.launched.get(r, 0)
+        queue.launched[r] = number + 1
+        operation = queue.unmatched.get(number)
+        if operation is None:
+            operation = queue.unmatched[number] = Operation(label, len({shift.like(member) for member in group}))
+        elif operation.label != label:
+            self._mismatch(batch, op, label, operation)
+        if len(operation.parties) + 1 == operation.parties_needed:
+            del queue.unmatched[number]
+        return operation
+
+    def _mismatch(self, batch: CommBatch, op: Comm, label: tuple, operation: Operation) -> NoReturn:
+        first, _ = operation.parties[0]
+        raise PlanError(
+            f"rank {batch.rank}, step {batch.step}: {say_operation(label)} on channel {op.channel} meets "
+            f"{say_operation(operation.label)} of rank {first.rank}, step {first.step}"
+        )
 
     def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """The first of the groups that are moved by multiples of the period, and the move."""
@@ -346,12 +367,13 @@ class Machine:
         total = 0
         shift = self.shift
         tensor, chunk = key
-        if isinstance(op, Send | Recv):
-            givers: tuple[int, ...] = (op.peer,)
+        givers: tuple[int, ...]
+        if isinstance(op, Message):
+            givers = (op.peer,)
         else:
             givers = op.group if isinstance(op, ReduceScatter) else (op.group[op.chunks.index(chunk)],)
         for giver in givers:
-            if by := shift.back(giver):
+            if self.moves and (by := shift.back(giver)):
                 like = shift.moved(giver, by), (tensor, shift.moved(chunk, by))
                 value = shift.moved_bits(operation.contributions[like], -by)
             else:
@@ -362,7 +384,7 @@ class Machine:
         return total
 
     def _start(self, batch: CommBatch) -> None:
-        operations, batch.operations, batch.previous = batch.operations, [], None
+        operations, batch.operations, batch.previous = batch.operations, (), None
         for operation in operations:
             operation.started += 1
             if operation.started == operation.parties_needed:
@@ -370,9 +392,10 @@ class Machine:
 
     def begin(self, operation: Operation) -> None:
         """Completes everything that is complete as soon as an operation of `started` starts."""
-        for batch, op in operation.parties:
-            if self.buffered and isinstance(op, Send):
-                self._count(batch)
+        if self.buffered:
+            for batch, op in operation.parties:
+                if isinstance(op, Send):
+                    self._count(batch)
 
     def complete(self, operation: Operation) -> None:
         """Completes the batches whose last operation this was, and starts the next batches."""
@@ -390,18 +413,18 @@ class Machine:
 
     def check_matched(self) -> None:
         """Raises PlanError if an operation has no counterpart."""
-        for unmatched, _ in self.lines.values():
-            for operation in unmatched.values():
-                batch, _ = operation.parties[0]
-                raise PlanError(
-                    f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
-                )
+        left = [*self.lines.values(), *(queue.unmatched.values() for queue in self.collectives.values())]
+        for operation in chain.from_iterable(left):
+            batch, _ = operation.parties[0]
+            raise PlanError(
+                f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
+            )
 
 
 def _start(swaps: tuple[SwapHeads, ...], number: int, step: int) -> Iterator[Event]:
     """The start of a round's head swap, if there is one, with the time to pack heads."""
     for op in swaps:
-        yield RankTask(step, Launch((op,), False))
+        yield Launch((op,), False, op)
         yield SwapStart(step, Swap(op, number))
 
 

@@ -10,9 +10,10 @@ from typing import NamedTuple, Protocol
 
 from .flows import Flows, Task
 from .form import check_form
-from .ir import Attend, Comm, Key, Plan, PlanError, Recv, Send, SwapHeads, Transfer
-from .machine import Launch, Machine, Merge, Operation, RankTask, Swap, SwapStart, SwapWait, Wait
+from .ir import Attend, Comm, Key, Message, Plan, PlanError, SwapHeads, Transfer
+from .machine import Block, Launch, Machine, Merge, Operation, Overhead, Swap, SwapStart, SwapWait, Wait
 
+INSTANT = Launch, Merge, SwapStart  # after it a rank goes on, if it takes no time
 Rank = tuple[int, int]  # group, and rank in the steps
 
 
@@ -48,15 +49,15 @@ class Costs(Protocol):
     flows: Flows
 
     def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
-        """The task of a block in a round; its `what` is None."""
+        """The task of a block in a round."""
         ...
 
-    def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
-        """The task of anything that is neither block nor message; its `what` is None. None: it takes no time."""
+    def overhead(self, group: int, rank: int, work: Overhead) -> Task | None:
+        """The task of anything that is neither block nor message. None: it takes no time."""
         ...
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterable[tuple[Task, float]]:
-        """The tasks of an operation that moves `transfers`, `what` None, and the seconds before each starts."""
+        """The tasks of an operation that moves `transfers`, and the seconds before each starts."""
         ...
 
 
@@ -70,16 +71,16 @@ class _Alone:
         self.flows = Flows()
 
     def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
-        return Task(None, attend.share * self.plan.block_share(turn) * self.block_time(attend, self.plan))
+        return Task(attend.share * self.plan.block_share(turn) * self.block_time(attend, self.plan))
 
-    def overhead(self, group: int, rank: int, work: Launch | Merge) -> None:
+    def overhead(self, group: int, rank: int, work: Overhead) -> None:
         return None
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
         for transfer in transfers:
             if time := self.transfer_time(transfer):
                 lines = (op.channel, transfer.sender, "out"), (op.channel, transfer.receiver, "in")
-                yield Task(None, time, [self.flows.resource(line, 1.0) for line in lines]), 0.0
+                yield Task(time, tuple([self.flows.resource(line, 1.0) for line in lines])), 0.0
 
 
 def _pair_cost(attend: Attend, plan: Plan) -> float:
@@ -144,8 +145,9 @@ class Clock:
         self.programs = {(g, r): machine.program(r) for g, machine in enumerate(self.machines) for r in ranks}
         self.ends: dict[Rank, float] = {}
         self.ready = deque[Rank]() if starts else deque(self.programs)
+        self.resume = {rank: partial(self.ready.append, rank) for rank in self.programs}
         for rank, start in (starts or {}).items():
-            self.flows.add(Task(partial(self.ready.append, rank), start))
+            self.flows.add(self.resume[rank], Task(start))
         self.waiting: dict[Rank, Wait] = {}
         self.swapping: dict[tuple[int, Swap], int] = Counter()  # ranks that have started a swap, by context rank
         self.swapped: set[tuple[int, Swap]] = set()
@@ -174,22 +176,20 @@ class Clock:
 
     def _resume(self, rank: Rank) -> None:
         group, place = rank
-        event = next(self.programs[rank], None)
-        while event is not None:
+        program = self.programs[rank]
+        event = next(program, None)
+        while isinstance(event, INSTANT):
             if isinstance(event, SwapStart):
                 self._swap(place, event)
-            elif isinstance(event, RankTask) and isinstance(event.work, Launch | Merge):
-                if task := self.costs.overhead(group, place, event.work):
-                    self.flows.add(Task(partial(self.ready.append, rank), *task[1:]))
-                    break
-            else:
+            elif task := self.costs.overhead(group, place, event):
+                self.flows.add(self.resume[rank], task)
                 break
-            event = next(self.programs[rank], None)
+            event = next(program, None)
         if self.machines[group].started:
             self._run_operations(group)
-        if event is None:
-            del self.programs[rank]
-            self.ends[rank] = self.flows.now
+        if isinstance(event, Block):
+            task = self.costs.block(group, place, event.attend, event.turn)
+            self.flows.add(partial(self._computed, rank, event, self.flows.now), task)
         elif isinstance(event, Wait):
             if event.batch.done:
                 self.ready.append(rank)
@@ -200,15 +200,13 @@ class Clock:
                 self.ready.append(rank)
             else:
                 self.waiting_for_swap[rank] = event.swap
-        elif isinstance(event.work, Attend):
-            start = self.flows.now
-            turn = event.step // len(self.plan.steps[place])
-            task = self.costs.block(group, place, event.work, turn)
-            self.flows.add(Task(partial(self._computed, rank, event, start), *task[1:]))
+        elif event is None:
+            del self.programs[rank]
+            self.ends[rank] = self.flows.now
 
-    def _computed(self, rank: Rank, event: RankTask, start: float) -> None:
+    def _computed(self, rank: Rank, event: Block, start: float) -> None:
         if rank[0] == 0:
-            self.spans.append(Span(rank[1], event.step, "", (event.work,), start, self.flows.now))
+            self.spans.append(Span(rank[1], event.step, "", (event.attend,), start, self.flows.now))
         self.ready.append(rank)
 
     # -- operations --------------------------------------------------------------------------------------------
@@ -220,7 +218,7 @@ class Clock:
             operation = machine.started.pop()
             batch, op = operation.parties[-1]
             transfers: Sequence[Transfer]
-            if isinstance(op, Send | Recv):
+            if isinstance(op, Message):
                 transfers = op.transfers(batch.rank)
             else:
                 own = ((batch.rank, op.transfers(batch.rank)) for batch, op in operation.parties)
@@ -228,14 +226,18 @@ class Clock:
             for batch, _ in operation.parties:
                 batch.begin = self.flows.now
             machine.begin(operation)
-            self._note_completed(group)
+            if machine.completed:
+                self._note_completed(group)
             self._send(self.costs.messages(group, op, transfers), partial(self._complete, group, operation))
 
     def _send(self, messages: Iterable[tuple[Task, float]], then: Callable[[], None]) -> None:
         """Starts messages, and calls `then` when all have arrived."""
-        tasks = [(task, delay) for task, delay in messages if task.size or delay]
+        tasks = [message for message in messages if message[0].size or message[1]]
         if not tasks:
             then()
+            return
+        if len(tasks) == 1:
+            self.flows.add(then, *tasks[0])
             return
         under_way = len(tasks)
 
@@ -246,7 +248,7 @@ class Clock:
                 then()
 
         for task, delay in tasks:
-            self.flows.add(Task(arrived, *task[1:]), delay)
+            self.flows.add(arrived, task, delay)
 
     def _complete(self, group: int, operation: Operation) -> None:
         self.machines[group].complete(operation)
@@ -254,17 +256,16 @@ class Clock:
 
     def _note_completed(self, group: int) -> None:
         """Resumes ranks that waited for batches that are now complete."""
-        machine = self.machines[group]
-        for batch in machine.completed:
+        completed, now = self.machines[group].completed, self.flows.now
+        for batch in completed:
             if group == 0:
-                self.spans.append(
-                    Span(batch.rank, batch.step, batch.channel, tuple(batch.comm), batch.begin, self.flows.now)
-                )
-            waiting = self.waiting.get((group, batch.rank))
+                self.spans.append(Span(batch.rank, batch.step, batch.channel, tuple(batch.comm), batch.begin, now))
+            rank = group, batch.rank
+            waiting = self.waiting.get(rank)
             if waiting and waiting.batch is batch:
-                del self.waiting[group, batch.rank]
-                self.ready.append((group, batch.rank))
-        machine.completed.clear()
+                del self.waiting[rank]
+                self.ready.append(rank)
+        completed.clear()
 
     def _swap(self, place: int, event: SwapStart) -> None:
         """The messages of a head swap start when the last of its ranks has started it."""

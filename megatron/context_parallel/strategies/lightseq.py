@@ -16,6 +16,7 @@ m = (n-1)//2, and get delta instead of the output. With a full mask both n-1 and
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated
 
 from megatron.context_parallel.options import Option
@@ -45,16 +46,17 @@ def lightseq(
             return (other, rank) if 2 * t < n and visible_pairs(other, rank) else None
         return (rank, other) if visible_pairs(rank, other) else None
 
+    @cache
     def fetched(rank: int, t: int) -> T | None:
         """Which of the two chunks is not `rank`'s own."""
-        found = pair(rank % n, t) if t else None
-        return found and (T.KV if found[0] == rank % n else at.query)
+        found = pair(rank, t) if t else None
+        return found and (T.KV if found[0] == rank else at.query)
 
     def fetch(t: int) -> tuple[Comm, ...]:
         """The owner of each chunk for slot t sends it to the rank t places ahead."""
 
         def wanted(tensor: T) -> Rule:
-            return lambda p: p if fetched(p + t, t) is tensor else None
+            return lambda p: p if fetched((p + t) % n, t) is tensor else None
 
         return owners.shift(T.KV, wanted(T.KV), by=t) + owners.shift(at.query, wanted(at.query), by=t)
 

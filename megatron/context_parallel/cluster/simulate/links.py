@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from megatron.context_parallel.cluster.description import Cluster
@@ -52,7 +52,7 @@ class Links:
         self.places = [divmod(self.devices[rank], cluster.devices_per_node) for rank in self.like]  # node, device in it
         self.together = 1 + len(others)
         self.sharing = Counter(part for group in (self.devices, *others) for part in {*self._parts(group)})
-        self.path = cache(self._path)
+        self.path, self._at_device, self._at_node = cache(self._path), cache(self._inside), cache(self._outside)
 
     def _parts(self, group: Iterable[int]) -> Iterator[tuple]:
         """What the devices of a group may share with other groups."""
@@ -68,29 +68,58 @@ class Links:
         return place // (self.cluster.devices_per_node // self.cluster.nics.per_node)
 
     def _path(self, sender: int, receiver: int) -> Path:
-        cluster, sharing = self.cluster, self.sharing
+        cluster = self.cluster
         nodes = (self.nodes[sender], self.nodes[receiver])
-        out = self.places[sender]
-        into = self.places[receiver]
         if nodes[0] == nodes[1]:
             assert cluster.inside  # a node of more than one device has it
-            rate = cluster.inside.GB_s * 1e9
-            links: list[tuple[tuple, float]] = [(("device out", *out), rate), (("device in", *into), rate)]
-            if cluster.inside.shared:
-                links = [(("inside", out[0]), rate / sharing["node", out[0]])]
-            costs = cluster.inside.latency_us * 1e-6, cluster.inside.processor_ns_per_byte * 1e-9
-            return Path(tuple(links), *costs, 0.0, (cluster.inside.stream_GB_s or 0.0) * 1e9)
-        nics = cluster.nics
-        assert nics  # as above
-        pace = 1e9 / (1 + nics.spread * math.log2(cluster.nodes))  # bytes a second for each GB_s
-        ends = [("out", out[0], self._nic(out[1])), ("in", into[0], self._nic(into[1]))]
-        links = [((f"nic {way}", *nic), nics.GB_s * pace / sharing["nic", *nic]) for way, *nic in ends]
-        if (leaf := cluster.nodes_per_switch) and nodes[0] // leaf != nodes[1] // leaf:
-            uplink = leaf * nics.per_node * nics.GB_s * pace / cluster.oversubscription
-            switches = [(way, node // leaf) for way, node, _ in ends]
-            links += [((f"switch {way}", switch), uplink / sharing["leaf", switch]) for way, switch in switches]
+            links = (self._at_device("out", sender), self._at_device("in", receiver))
+            return Path(links[:1] if cluster.inside.shared else links, *self._costs_inside)
+        (out, uplink), (into, downlink) = self._at_node("out", sender), self._at_node("in", receiver)
+        leaf = cluster.nodes_per_switch
+        crosses = leaf and nodes[0] // leaf != nodes[1] // leaf
+        return Path((out, into, uplink, downlink) if crosses else (out, into), *self._costs_outside)
+
+    @cached_property
+    def _costs_inside(self) -> tuple[float, float, float, float]:
+        """Of a `Path` inside a node: seconds, processor, crowding, stream."""
+        inside = self.cluster.inside
+        assert inside  # as above
+        costs = inside.latency_us * 1e-6, inside.processor_ns_per_byte * 1e-9
+        return *costs, 0.0, (inside.stream_GB_s or 0.0) * 1e9
+
+    @cached_property
+    def _costs_outside(self) -> tuple[float, float, float, float]:
+        """The same between nodes."""
+        nics = self.cluster.nics
+        assert nics  # a cluster of more than one node has them
         costs = nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9
-        return Path(tuple(links), *costs, nics.crowding, (nics.stream_GB_s or 0.0) * pace)
+        return *costs, nics.crowding, (nics.stream_GB_s or 0.0) * self._pace
+
+    def _inside(self, way: str, rank: int) -> tuple[tuple, float]:
+        """The link of a rank to the others of its node."""
+        inside, place = self.cluster.inside, self.places[rank]
+        assert inside  # as above
+        if inside.shared:
+            return ("inside", place[0]), inside.GB_s * 1e9 / self.sharing["node", place[0]]
+        return (f"device {way}", *place), inside.GB_s * 1e9
+
+    def _outside(self, way: str, rank: int) -> tuple[tuple[tuple, float], tuple[tuple, float]]:
+        """The NIC of a rank, and the link of its switch to the others."""
+        nics, (node, place) = self.cluster.nics, self.places[rank]
+        assert nics  # as above
+        nic = node, self._nic(place)
+        leaf = self.cluster.nodes_per_switch or 1
+        uplink = leaf * nics.per_node * nics.GB_s * self._pace / self.cluster.oversubscription
+        return (
+            ((f"nic {way}", *nic), nics.GB_s * self._pace / self.sharing[("nic", *nic)]),
+            ((f"switch {way}", node // leaf), uplink / self.sharing["leaf", node // leaf]),
+        )
+
+    @cached_property
+    def _pace(self) -> float:
+        """Bytes a second for each GB_s of a NIC."""
+        assert self.cluster.nics  # as above
+        return 1e9 / (1 + self.cluster.nics.spread * math.log2(self.cluster.nodes))
 
 
 def period_of_links(cluster: Cluster, devices: Sequence[int]) -> int:

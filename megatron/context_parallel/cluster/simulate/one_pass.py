@@ -1,6 +1,6 @@
 """The time of a plan on a cluster: the symbolic machine with the cluster's links and devices."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from weakref import WeakKeyDictionary
@@ -20,7 +20,7 @@ from megatron.context_parallel.plan.ir import (
     T,
     Transfer,
 )
-from megatron.context_parallel.plan.machine import Launch, Merge
+from megatron.context_parallel.plan.machine import Merge, Overhead
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.trace import Clock, Rank, Span
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
@@ -139,27 +139,33 @@ class _Costs:
         self.rows = rows
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
         self.ranks = [few.grid.along(few.grid.rank(heads=group), "context") for group in range(few.groups)]
-        self.route = cache(self._route)
+        self.route, self.alone = cache(self._route), cache(Task)  # by seconds
+        self.memory = cluster.device.memory_GB_s * 1e9
+        self.launches_alike = not cluster.message_us and not plan.partials_in_16_bits
+        self.wakes = bool(cluster.shared_cores and cluster.busy_latency_us)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
         self.held = {t: chunk_bytes(plan, t, shape, False, sent=False) for t in T}
 
     def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
-        rounds, blocks = self.plan.token_rounds, self.blocks
-        if rounds > 1 and isinstance(blocks, BlockTime) and blocks.mask.plain:
-            return self._on_rank(group, rank, blocks.of_range(self.plan.range_of(turn), rounds))
-        return self._on_rank(group, rank, attend.share * self.plan.block_share(turn) * blocks(attend))
+        plan, blocks = self.plan, self.blocks
+        if plan.token_rounds > 1 and isinstance(blocks, BlockTime) and blocks.mask.plain:
+            return self._on_rank(group, rank, blocks.of_range(plan.range_of(turn), plan.token_rounds))
+        return self._on_rank(group, rank, attend.share * plan.block_share(turn) * blocks(attend))
 
-    def overhead(self, group: int, rank: int, work: Launch | Merge) -> Task | None:
-        memory = self.cluster.device.memory_GB_s * 1e9
+    def overhead(self, group: int, rank: int, work: Overhead) -> Task | None:
+        memory = self.memory
         if isinstance(work, Merge):  # reads both partials and writes one, of the rows that arrived
             seconds = work.times * (2 * self.held[work.tensor] + self.bytes[work.tensor, False]) / memory
             if self.rows and work.message:
                 seconds *= self.rows.share(work.message)
+        elif self.launches_alike and not work.first and not work.swap:
+            seconds = self.cluster.device.step_us * 1e-6
         else:
             messages = sum([_messages(op) for op in work.comm]) if self.cluster.message_us else 0
             seconds = (self.cluster.device.step_us + self.cluster.message_us * messages) * 1e-6
-            seconds += sum([self._packing(op) for op in work.comm if isinstance(op, SwapHeads)])
+            if work.swap:
+                seconds += self._packing(work.swap)
             if self.plan.partials_in_16_bits:
                 seconds += sum([self._rounding(op) for op in work.comm]) / memory
             if work.first:
@@ -185,19 +191,17 @@ class _Costs:
 
     def _on_rank(self, group: int, rank: int, seconds: float) -> Task:
         if not self.compute_is_shared:
-            return Task(None, seconds)
+            return self.alone(seconds)
         rank = self.ranks[group][rank]
-        uses = [self.flows.resource(("core", rank), 1.0)]
-        if self.cluster.shared_cores:
-            uses.append(self._cores)
-        return Task(None, seconds, uses, (rank,))
+        core = self.flows.resource(("core", rank), 1.0)
+        return Task(seconds, (core, self._cores) if self.cluster.shared_cores else (core,), (rank,))
 
     @cached_property
     def _cores(self) -> int:
         assert self.cluster.shared_cores
         return self.flows.resource("cores", self.cluster.shared_cores * self.symmetry.share / self.links.together)
 
-    def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
+    def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> list[tuple[Task, float]]:
         swap = isinstance(op, SwapHeads)
         hops = 1
         if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
@@ -205,40 +209,41 @@ class _Costs:
             transfers = [
                 t for t in transfers if op.group.index(t.receiver) == (op.group.index(t.sender) + 1) % (hops + 1)
             ]
-        wake = self._wake()
+        wake = self._wake() if self.wakes else 0.0
+        tasks = []
         for t in transfers:
             path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
             size = self.bytes[t.tensor, swap] * t.share * hops
             if self.rows and not swap:
                 size *= self.rows.share(t)
             delay = path.seconds + wake
-            yield Task(None, size, uses, ends), delay * hops
+            tasks.append((Task(size, uses, ends), delay * hops))
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
                 for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
                     pace = self.flows.resource(("work", end, link), rate * path.processor)
-                    yield Task(None, size * path.processor, [pace, self._cores]), delay
+                    tasks.append((Task(size * path.processor, (pace, self._cores)), delay))
+        return tasks
 
     def _wake(self) -> float:
         """Seconds until a rank gets a processor that it needs for a message, while others compute on all."""
-        cores, wait = self.cluster.shared_cores, self.cluster.busy_latency_us
-        if not cores or not wait:
-            return 0.0
+        cores = self.cluster.shared_cores
+        assert cores  # `wakes`
         computing = self.flows.computing(self._cores) / (cores * self.symmetry.share / self.links.together)
-        return wait * 1e-6 * computing if computing >= 1 else 0.0
+        return self.cluster.busy_latency_us * 1e-6 * computing if computing >= 1 else 0.0
 
-    def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, list[int], tuple[int, int]]:
+    def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, tuple[int, ...], tuple[int, int]]:
         """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
-        stream: tuple = ()
+        places = sender, receiver
         if group is not None:
-            by = self.symmetry.shift.back(sender)
-            stream = "stream", group, *(self.symmetry.shift.moved(rank, by) for rank in (sender, receiver))
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path = self.links.path(sender, receiver)
         alone = group is None and self.plan.turns == 1  # swaps of rounds share the links with the messages of the steps
         uses = [self.flows.resource((link, alone), rate, path.crowding) for link, rate in path.links]
         if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
-            uses.append(self.flows.resource(stream, path.stream))
-        return path, uses, (self.links.like[sender], self.links.like[receiver])
+            shift = self.symmetry.shift
+            by = shift.back(places[0])
+            uses.append(self.flows.resource(("stream", group, *(shift.moved(r, by) for r in places)), path.stream))
+        return path, tuple(uses), (self.links.like[sender], self.links.like[receiver])
 
 
 def _messages(op: Comm | SwapHeads) -> int:

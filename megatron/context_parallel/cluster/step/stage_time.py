@@ -49,6 +49,7 @@ PARTS = (
     FIXED,
 ) = PARTS
 MLP = ("fc1", "activation", "fc2")
+SPLITS = 4  # parts of a product whose sum runs beside it, as in NVIDIA's configurations for MLPerf (`num_splits`)
 SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
 
@@ -67,6 +68,7 @@ class StageTime:
 
     Attributes:
         micro_batch: seconds of each micro batch, forward and backward.
+        filling: seconds that an interleaved pipeline waits for its traffic while it fills and empties.
         once: seconds of an iteration beside its micro batches.
     """
 
@@ -85,6 +87,7 @@ class StageTime:
         self.first, self.last = stage == 0, stage == run.pipeline_model_parallel_size - 1
         forward, backward = self._pass(False), self._pass(True)
         self.micro_batch = add((forward, backward))
+        self.filling = sum(self._filling(sum(parts.values()) - parts[PIPELINE]) for parts in (forward, backward))
         sizes = stage, run.pipeline_model_parallel_size, run.tensor_model_parallel_size
         count = model.parameters_on_stage(*sizes, model.expert_model_parallel_size)
         shared = self._shared(count, *(parts[PRODUCTS] + parts[NORMS] for parts in (forward, backward)))
@@ -92,6 +95,7 @@ class StageTime:
         if (shards := run.shards("optim")) > 1:  # all experts are
             count = model.parameters_on_stage(*sizes)
         optimizer = self.time.optimizer(count // shards)
+        shared += self._tied_embedding()
         self.once = {SHARED: shared, SUMS: sums, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
 
     def _pass(self, backward: bool) -> SecondsByKind:
@@ -202,12 +206,14 @@ class StageTime:
             return 0.0
         one = self._ring("tensor").seconds(self._hidden_states())
         before, after = (one, one) if self.run.sequence_parallel else (0.0, 2 * one)
-        seconds = {"qkv": before, "fc1": before, "proj": after, "fc2": after}
-        return sum(self._beside(name, seconds[name]) for name in seconds.keys() & {*names})
+        gathers = sum(self._beside(name, before) for name in ("qkv", "fc1") if name in names)
+        return gathers + sum(self._beside(name, after, after / SPLITS) for name in ("proj", "fc2") if name in names)
 
-    def _beside(self, product: str, seconds: float) -> float:
-        """What of a product's tensor-parallel traffic the product does not hide."""
-        return max(0.0, seconds - self.time.products[product]) if self.run.tp_comm_overlap else seconds
+    def _beside(self, product: str, seconds: float, last: float = 0.0) -> float:
+        """What of a product's tensor-parallel traffic the product does not hide: of a sum at least the `last` part."""
+        if not self.run.tp_comm_overlap:
+            return seconds
+        return max(last, seconds - self.time.products[product])
 
     def _experts_of_layer(self) -> float:
         """Seconds in which tokens go to the ranks of their experts and come back, in either pass; nothing hides it."""
@@ -237,14 +243,42 @@ class StageTime:
 
     def _pipeline(self, busy: float) -> float:
         """Seconds of a pass that wait for the next stage. An interleaved pipeline sends while it computes."""
+        seconds = self.run.turns * self._to_next_stage()
+        return seconds if self.run.turns == 1 else max(0.0, seconds - busy)
+
+    def _filling(self, busy: float) -> float:
+        """Seconds of all passes that wait for the next stage while an interleaved pipeline fills, or empties.
+
+        Megatron's schedule (`overlap_p2p_comm_warmup_flush` off) then sends after each part of a stage, and computes
+        nothing meanwhile. The last stage has the longest way: the first micro batch reaches it after stages - 1
+        messages, and it computes all but one of its parts of as many micro batches as there are stages before it
+        computes both ways.
+        """
         run = self.run
-        stride = self.run.world_size // self.run.pipeline_model_parallel_size
+        if run.turns == 1:
+            return 0.0
+        messages = run.turns * run.pipeline_model_parallel_size - 1
+        return messages * min(self._to_next_stage(), busy / run.turns)  # what a part does not hide always counts
+
+    def _to_next_stage(self) -> float:
+        """Seconds of the messages from each stage to the next, all at once."""
+        run = self.run
         if run.pipeline_model_parallel_size == 1:
             return 0.0
+        stride = run.world_size // run.pipeline_model_parallel_size
         pairs = tuple((rank, rank + stride) for rank in range(run.world_size - stride))
         each = self._hidden_states() // (run.tensor_model_parallel_size if run.sequence_parallel else 1)
-        seconds = run.turns * exchange(self.cluster, pairs).seconds(each)
-        return seconds if run.turns == 1 else max(0.0, seconds - busy)
+        return exchange(self.cluster, pairs).seconds(each)
+
+    def _tied_embedding(self) -> float:
+        """Seconds in which the first and the last stage add up the gradients of the embedding that they share."""
+        model, run = self.model, self.run
+        if model.untie_embeddings_and_output_weights or run.pipeline_model_parallel_size == 1:
+            return 0.0
+        last = run.world_size - run.world_size // run.pipeline_model_parallel_size
+        rate = ring(self.cluster, tuple((rank, rank + last) for rank in range(run.world_size - last)))
+        size = model.padded_vocab_size * model.hidden_size // run.tensor_model_parallel_size
+        return 2 * rate.seconds(run.grad_itemsize * size)
 
     def _host(self, backward: bool, busy: float) -> float:
         """Seconds of a pass that wait for copies to host memory, or back; its layers hide them for `busy` seconds.

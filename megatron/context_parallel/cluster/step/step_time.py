@@ -8,7 +8,7 @@ from megatron.context_parallel.errors import UsageError
 from .attention_pass import attention_seconds
 from .memory import Moment, fullest
 from .model_shape import ModelShape
-from .stage_time import BUBBLE, PARTS, AttentionTime, StageTime
+from .stage_time import BUBBLE, PARTS, PIPELINE, AttentionTime, StageTime
 from .train_config import TrainConfig
 
 
@@ -55,6 +55,7 @@ def forecast_step(
     micro = [sum(stage.micro_batch.values()) for stage in stages]
     slowest = max(range(len(stages)), key=lambda stage: micro[stage])
     parts = dict.fromkeys(PARTS, 0.0) | {k: v * run.micro_batches for k, v in stages[slowest].micro_batch.items()}
+    parts[PIPELINE] += stages[slowest].filling
     parts[BUBBLE] = (sum(micro) - micro[slowest]) / run.turns
     parts |= stages[slowest].once
     seconds = sum(parts.values())

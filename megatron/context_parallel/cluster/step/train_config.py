@@ -36,8 +36,8 @@ class TrainConfig:
         dtype: of weights and activations: "bf16", "fp16" or "fp32".
         fp8: format of the inputs of a layer's products ("e4m3" or "hybrid"); None: as `dtype`.
         moe_token_dispatcher_type: how tokens are sent to their experts, as the flag.
-        tp_comm_overlap: tensor-parallel gathers and sums run beside the product that they belong to (user buffers of
-            Transformer Engine). The trainer does not do this.
+        tp_comm_overlap: tensor-parallel gathers and sums, but for the last part of a sum, run beside the product that
+            they belong to (user buffers of Transformer Engine). The trainer does not do this.
         grad_reduce_in_bf16: gradients are added and sent in bf16; the trainer does both in float32.
         fp8_param_gather: weights are gathered in 8 bits; the trainer gathers them in `dtype`.
         gradient_accumulation_fusion: products of weight gradients add to the gradients. In the trainer a kernel of its
