@@ -32,6 +32,7 @@ from megatron.context_parallel.kernels.choose import LibraryAndPosition
 from megatron.context_parallel.kernels.masks import Piece, Runs
 from megatron.context_parallel.tokens.mask import Documents, Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
+from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
 
 
@@ -57,11 +58,11 @@ class Runner:
 KERNEL = LibraryAndPosition(Runner(), Runner())
 
 
-def placed_in(documents: Documents, ranks: int) -> tuple[Documents, float]:
-    """The placed documents, and the solver's seconds where links are so slow that it tries everything."""
+def placed_in(documents: Documents, ranks: int) -> tuple[Placement, float]:
+    """The placement, and the solver's seconds where links are so slow that it tries everything."""
     start = time.process_time()
     placement = place(documents, ranks, Costs(1e-10, row_inside=1e-6, row_between=1e-6))
-    return documents.placed(placement), time.process_time() - start
+    return placement, time.process_time() - start
 
 
 def step_seconds(args: argparse.Namespace) -> float:
@@ -109,9 +110,11 @@ def main() -> None:
             start = time.process_time()
             documents = Documents.after(ends)
             made = time.process_time() - start
-            placed_documents, placed = placed_in(documents, steps_on)
-            mask = Mask(documents=documents if text == spec else placed_documents)
-            of_ranks = [plan_and_cut(cp, rank, mask, length, heads, KERNEL) for rank, cp in enumerate(cps)]
+            placement, placed = placed_in(documents, steps_on)
+            of_ranks = []
+            for rank, cp in enumerate(cps):  # each has its own documents, as in a process of its own
+                mask = Mask(documents=documents if text == spec else documents.placed(placement))
+                of_ranks.append(plan_and_cut(cp, rank, mask, length, heads, KERNEL))
             if turn:  # the first meets the layout for the first time
                 times.append((made, placed, *max(of_ranks, key=sum)))
         made, placed, planned, worst = (1000 * statistics.median(column) for column in zip(*times, strict=True))

@@ -151,6 +151,7 @@ def test_both_passes_and_all_layers_share_what_is_cut():
     with (
         mock.patch.object(kernel, "pieces", wraps=kernel.pieces) as pieces,
         mock.patch.object(Blocks, "_of_heads", autospec=True, side_effect=Blocks._of_heads) as of_heads,
+        mock.patch.object(Mask, "_spans", autospec=True, side_effect=Mask._spans) as spans,
     ):
         for _ in range(2):
             out = context_parallel_attention(x, x, x, cp, documents=documents, kernel=kernel)
@@ -159,6 +160,7 @@ def test_both_passes_and_all_layers_share_what_is_cut():
             assert pieces.call_count == cut
             cuts.append((cut, of_heads.call_count))
     assert cuts[0] == cuts[1]
+    assert spans.call_count == 1  # for the pairs of all chunks, and the rows of all ranks
 
 
 def test_samples_are_laid_end_to_end():

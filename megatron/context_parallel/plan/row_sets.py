@@ -84,8 +84,10 @@ class RowSets:
     def chunks(self, rank: int) -> tuple[Slices, Slices]:
         """The query and key chunks, with only the rows that the blocks of `rank` compute with."""
         query = self.plan.starts[0]
-        queries = {chunk: self.in_blocks(rank, query, chunk) for chunk in range(self.q.n)}
-        keys = {chunk: self.in_blocks(rank, T.KV, chunk) for chunk in range(self.kv.n)}
+        uses = self._of_rank(rank)
+        computed = [key for key, of in uses.items() if of.others] + [(query, rank), (T.KV, rank)]
+        queries = {chunk: self.in_blocks(rank, query, chunk) for tensor, chunk in computed if tensor is query}
+        keys = {chunk: self.in_blocks(rank, T.KV, chunk) for tensor, chunk in computed if tensor is T.KV}
         return self.q.narrowed(queries), self.kv.narrowed(keys)
 
     def places(self, inner: RowSet, outer: RowSet) -> np.ndarray | None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from .layout import Chunks
 from .mask import Documents, Mask
+from .placement import Placement
 from .slices import Slices
 
 
@@ -49,7 +50,7 @@ class _Parts(NamedTuple):
         return _Parts(*(of_parts[which] for of_parts in self))
 
 
-def chunk_loads(mask: Mask, chunks: Chunks | Slices) -> ChunkLoads:
+def chunk_loads(mask: Mask, chunks: Chunks | Placement) -> ChunkLoads:
     """The pairs and rows of each chunk, added up over the samples.
 
     For documents with a placement of their own, give the documents end to end and the placement.
@@ -105,7 +106,7 @@ def _samples(mask: Mask, chunks: Chunks | Slices) -> list[tuple[np.ndarray, np.n
     return [*zip(mask.documents.edges, mask.documents.inside, strict=True)]
 
 
-def _loads_of_sample(mask: Mask, chunks: Chunks | Slices, edges: np.ndarray, inside: np.ndarray) -> ChunkLoads:
+def _loads_of_sample(mask: Mask, chunks: Chunks | Placement, edges: np.ndarray, inside: np.ndarray) -> ChunkLoads:
     parts = _documents_in(chunks, edges, inside)
     before, after = reach(mask, int(edges[-1]))
     pairs = np.bincount(parts.chunk, _visible(parts, before, after), chunks.n)
@@ -178,7 +179,7 @@ def _single_rows(parts: _Parts, which: np.ndarray) -> _Parts:
     return rows._replace(first=rows.first + number * rows.stride, rows=np.where(single, 1, rows.rows))
 
 
-def _rows_between(chunks: Chunks | Slices, chunk: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def _rows_between(chunks: Chunks | Placement, chunk: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """The rows of each chunk in the spans of keys of each other chunk, int64 [n, n].
 
     Spans are given chunk after chunk, ascending in each; those of one chunk may overlap.
@@ -186,8 +187,12 @@ def _rows_between(chunks: Chunks | Slices, chunk: np.ndarray, low: np.ndarray, h
     begins = np.diff(chunk, prepend=-1) > 0  # the first span of a chunk
     low = np.maximum(low, np.where(begins, 0, np.roll(high, 1)))  # what the span before it has not
     rows = np.zeros((chunks.n, chunks.n), np.int64)
-    for owner in range(chunks.n):
-        seen = chunks.before((owner,), high) - chunks.before((owner,), low)
-        rows[:, owner] = np.bincount(chunk, seen, chunks.n)
+    if isinstance(chunks, Placement):
+        span, owners, tokens = chunks.met(low, high)
+        np.add.at(rows, (chunk[span], owners), tokens)
+    else:
+        for owner in range(chunks.n):
+            seen = chunks.before((owner,), high) - chunks.before((owner,), low)
+            rows[:, owner] = np.bincount(chunk, seen, chunks.n)
     np.fill_diagonal(rows, 0)
     return rows

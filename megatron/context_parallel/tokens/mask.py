@@ -35,10 +35,12 @@ class Documents(HasHandle):
         inside: for each edge except the last, whether a document starts there, not a gap: bool, for each sample.
         placement: which rank holds which tokens; None: as the layout of the context group says.
         sample_length: with a placement, the tokens of each sample before they were laid end to end.
+        spans: with a placement, a place where each kind of mask keeps the spans that it found.
     """
 
     placement: Placement | None = None
     sample_length: int | None = None
+    spans: dict[tuple[bool, tuple[int, int]], tuple[np.ndarray, np.ndarray, np.ndarray]]
 
     def __init__(self, ids: Tensor) -> None:
         """Documents from a number for each token.
@@ -82,7 +84,7 @@ class Documents(HasHandle):
         if placement.length != samples * length:
             raise UsageError(f"placement of {placement.length} tokens: the documents have {samples} x {length}")
         made = self.end_to_end()
-        made.placement, made.sample_length = placement, length
+        made.placement, made.sample_length, made.spans = placement, length, {}
         return made
 
     @property
@@ -312,6 +314,10 @@ class Mask:
         There is a span for each part of a document in each slice. It has all keys that one of the queries sees. It
         may have more only where the stride of a slice is larger than the window.
         """
+        if isinstance(chunks, Placement):
+            queries, low, high = self._spans_of_placement(chunks)
+            first, end = np.searchsorted(queries, (chunk, chunk + 1))
+            return low[first:end], high[first:end]
         return self._spans(chunks, chunk)[1:]
 
     def spans_of_keys(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -352,15 +358,22 @@ class Mask:
         return np.broadcast_to(first, some.shape)[some], low[some], high[some]
 
     def _pairs_of_placement(self, placement: Placement) -> Pairs:
-        starts, owners = placement.owners()
-        everything = Slices([np.stack((starts, np.ones_like(starts), np.diff(starts, append=placement.length)), 1)])
-        first, low, high = self._spans(everything, 0)
-        queries = owners[np.searchsorted(starts, first, side="right") - 1]
-        begin = np.searchsorted(starts, low, side="right") - 1  # the slices that each span begins and ends in
-        count = np.searchsorted(starts, high, side="left") - begin
-        behind = np.repeat(np.cumsum(count) - count, count)
-        slices = np.repeat(begin, count) + np.arange(count.sum()) - behind
+        queries, low, high = self._spans_of_placement(placement)
+        span, owners, _ = placement.met(low, high)
         seen = np.zeros((placement.n, placement.n), bool)
-        seen[np.repeat(queries, count), owners[slices]] = True
+        seen[queries[span], owners] = True
         rows = np.packbits(seen, axis=1, bitorder="little")
         return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))
+
+    def _spans_of_placement(self, placement: Placement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The spans of all chunks, chunk after chunk: the chunk of queries, first positions and ends. Found once."""
+        documents, kind = self.documents, (self.causal, self.window)
+        assert isinstance(documents, Documents) and documents.placement is placement
+        if kind not in documents.spans:
+            starts, owners = placement.owners()
+            slices = np.stack((starts, np.ones_like(starts), np.diff(starts, append=placement.length)), 1)
+            first, low, high = self._spans(Slices([slices]), 0)
+            queries = owners[np.searchsorted(starts, first, side="right") - 1]
+            order = np.argsort(queries, kind="stable")
+            documents.spans[kind] = queries[order], low[order], high[order]
+        return documents.spans[kind]

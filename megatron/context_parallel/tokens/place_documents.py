@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -136,28 +137,31 @@ def _deal(pool: _Pool, n: int, limit: float) -> np.ndarray:
         for each share of a document: the document, the rank and the number of rows. Ranks ascend. int64 [3, shares].
     """
     left = pool.lengths.copy()
-    most = limit * float(left @ pool.density) / n
-    shares: list[np.ndarray] = []
-    cut = np.array([], np.int64)  # documents that a rank could not take whole
+    most = limit * float((left * pool.density).sum()) / n
+    documents, counts, rows = list[np.ndarray](), list[int](), list[np.ndarray]()
+    low, high = 0, len(left)  # all documents of which rows are left
+    cut = list[int]()  # documents that a rank could not take whole
     for rank in range(n):
-        documents = np.flatnonzero(left)
-        filling = _Filling(pool.density[documents], left[documents], n - rank, most)
-        met = filling.fill(np.searchsorted(documents, cut).tolist())
-        taken = left[documents] - filling.left
-        left[documents] = filling.left
-        cut = np.unique(documents[met])
-        cut = cut[left[cut] > 0]
-        some = taken > 0
-        shares.append(np.stack((documents[some], np.full(some.sum(), rank), taken[some])))
-    return np.concatenate(shares, axis=1)
+        (some,) = (left[low:high] > 0).nonzero()
+        low, high = low + int(some[0]), low + int(some[-1]) + 1
+        before = left[low:high].copy()
+        filling = _Filling(pool.density[low:high], left[low:high], n - rank, most)
+        met = filling.fill([document - low for document in cut if left[document]])
+        cut = sorted({low + document for document in met})
+        taken = before - left[low:high]
+        (some,) = (taken > 0).nonzero()
+        documents.append(low + some)
+        counts.append(len(some))
+        rows.append(taken[some])
+    return np.stack((np.concatenate(documents), np.repeat(np.arange(n), counts), np.concatenate(rows)))
 
 
 class _Filling:
     """A rank while it is filled. Whatever it takes, it can still reach its rows and its part of the work.
 
     Args:
-        density: of the documents of which rows are left, ascending.
-        left: these rows; what the rank takes is subtracted.
+        density: of the documents, ascending.
+        left: their rows that are left, of the first and the last at least one; what the rank takes is subtracted.
         ranks: how many ranks share them.
         most: work that the rank may get if this saves a cut.
 
@@ -165,23 +169,25 @@ class _Filling:
         room: rows that the rank lacks.
         work: visible pairs of what it has.
         target: those that it should get.
+        densest: no denser document has rows left.
     """
 
     def __init__(self, density: np.ndarray, left: np.ndarray, ranks: int, most: float) -> None:
         self.density, self.left = density, left
-        self.room = int(left.sum()) // ranks
-        self.work = 0.0
-        self.target = float(left @ density) / ranks
-        self.most = max(most, (1 + _TOLERANCE) * self.target)
-        self._rows = np.zeros(len(left) + 1)
+        self._rows = np.zeros(len(left) + 1, np.int64)  # of all documents before each, and of all
         self._work = np.zeros(len(left) + 1)
-        self._count()
+        self._ends = self._rows[1:-1]
+        self._count(0)
+        self.densest = len(left) - 1
+        self.room = int(self._rows[-1]) // ranks
+        self.work = 0.0
+        self.target = float(self._work[-1]) / ranks
+        self.most = max(most, (1 + _TOLERANCE) * self.target)
 
     def fill(self, cut: list[int]) -> list[int]:
         """Takes all rows of the rank, first of the documents `cut` before. Returns these and those that it cuts."""
-        densest = len(self.left) - 1
-        if not cut and not self._may_take_whole(densest):
-            cut = [densest]
+        if not cut and not self._may_take_whole(self.densest):
+            cut = [self.densest]
         for document in cut:
             self._take_most(document)
         self._take_whole()
@@ -202,7 +208,7 @@ class _Filling:
         if not self._may_take_whole(document):
             fewer = range(1, min(rows, self.room) + 1)
             rows = bisect_left(fewer, True, key=lambda some: not self._may_take(some, some * density, self.target))
-        self._take(np.array([document]), np.array([rows]))
+        self._take(slice(document, document + 1), np.array([rows]))
 
     def _take_whole(self) -> None:
         """Takes whole documents that bring work that the rank lacks, always the densest that it can take."""
@@ -214,15 +220,19 @@ class _Filling:
             ends = slice(int(self._rows.searchsorted(self._rows[last + 1] - self.room)), last + 1)
             together = self._rows[last + 1] - self._rows[ends], self._work[last + 1] - self._work[ends]
             fit = self._may_take(*together, self.target)[::-1]  # from the last one down
-            run = np.arange(last + 1 - max(1, int(np.append(fit, False).argmin())), last + 1)
-            self._take(run, self.left[run])
+            run = slice(last + 1 - max(1, int(np.append(fit, False).argmin())), last + 1)
+            self._take(run, self.left[run].copy())
+            if last == self.densest:
+                self.densest = max(0, run.start - 1)
 
     def _densest_that_fits(self) -> int:
         """The densest document of which the rank can have all that is left; -1 if there is none."""
-        count = len(self.left)
-        for first in (max(0, count - _FEW), 0):  # seldom another one
-            rows = self.left[first:]
-            can = self._may_take(rows, rows * self.density[first:], self.most) & (rows > 0)
+        end = self.densest + 1
+        if self.left[self.densest] and self._may_take_whole(self.densest):
+            return self.densest
+        for first in (max(0, end - _FEW), 0):  # seldom another one
+            rows = self.left[first:end]
+            can = self._may_take(rows, rows * self.density[first:end], self.most) & (rows > 0)
             if can.any():
                 return first + int(np.flatnonzero(can)[-1])
         return -1
@@ -235,22 +245,28 @@ class _Filling:
 
     def _fill_up(self) -> None:
         """Takes the least dense documents, the last of them in part."""
-        self.left -= np.clip(self.room - self._rows[:-1], 0, self.left).astype(np.int64)
+        whole = int(self._ends.searchsorted(self.room, side="right"))
+        self.left[:whole] = 0
+        self.left[whole] -= self.room - self._rows[whole]
 
-    def _take(self, documents: np.ndarray, rows: np.ndarray) -> None:
+    def _take(self, documents: slice, rows: np.ndarray) -> None:
         self.left[documents] -= rows
         self.room -= int(rows.sum())
-        self.work += float(rows @ self.density[documents])
-        self._count()
+        self.work += float((rows * self.density[documents]).sum())
+        self._count(documents.start)
 
-    def _count(self) -> None:
-        """The rows and the work of all documents before each, and of all."""
-        self._rows[1:] = self.left.cumsum()
-        self._work[1:] = (self.left * self.density).cumsum()
+    def _count(self, first: int) -> None:
+        """Adds up the rows and the work before each document, from the document `first` on."""
+        rows, work = self._rows[first:], self._work[first:]
+        rows[1:] = self.left[first:]
+        np.multiply(self.left[first:], self.density[first:], out=work[1:])
+        rows.cumsum(out=rows)
+        work.cumsum(out=work)
 
     def _least(self, rows: Any) -> Any:
         """The work of so many rows of the least dense documents."""
-        return np.interp(rows, self._rows, self._work)
+        last = self._ends.searchsorted(rows, side="right")
+        return self._work[last] + (rows - self._rows[last]) * self.density[last]
 
     def _greatest(self, rows: Any) -> Any:
         """The work of so many rows of the densest documents."""
@@ -262,10 +278,9 @@ class _Filling:
 
     def _may_take(self, rows: Any, work: Any, most: float) -> Any:
         """Whether the rank, with so many rows and their work, can still reach its target and does not exceed `most`."""
-        room = self.room - rows
-        least = self.work + work + self._least(room) <= most
-        enough = self.work + work + self._greatest(room) >= (1 - _TOLERANCE) * self.target
-        return (room >= 0) & least & enough
+        room, work = self.room - rows, self.work + work
+        enough = work + self._greatest(room) >= (1 - _TOLERANCE) * self.target
+        return (room >= 0) & (work + self._least(room) <= most) & enough
 
 
 def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[np.ndarray]:
@@ -279,11 +294,11 @@ def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[np.ndarray]:
     front = np.where(pool.paired[document] & ~last, rows // 2, rows)
     begin = pool.starts[document] + _before(front, first)
     end = pool.starts[document] + pool.lengths[document] - _before(rows - front, first)
-    owner = np.concatenate((rank, rank))
-    slices = np.stack((np.append(begin, end - rows + front), np.append(begin + front, end)), axis=1)
-    order = np.lexsort((slices[:, 0], owner))
-    order = order[slices[order, 0] < slices[order, 1]]
-    return np.split(slices[order], np.searchsorted(owner[order], np.arange(1, n)))
+    slices = np.stack((np.append(begin, end - rows + front), np.append(begin + front, end), np.append(rank, rank)), 1)
+    slices = slices[slices[:, 0] < slices[:, 1]]
+    slices = slices[np.lexsort((slices[:, 0], slices[:, 2]))]
+    edges = np.searchsorted(slices[:, 2], np.arange(n + 1)).tolist()
+    return [slices[of:end, :2] for of, end in pairwise(edges)]
 
 
 def _before(numbers: np.ndarray, first: np.ndarray) -> np.ndarray:

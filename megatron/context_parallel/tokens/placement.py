@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
 
-from .slices import Slices, joined
+from .slices import Slices
 
 
 class Placement(Slices):
@@ -28,32 +29,38 @@ class Placement(Slices):
     """
 
     def __init__(self, slices: Sequence[Sequence[tuple[int, int]] | np.ndarray]) -> None:
-        of_chunks = []
-        for chunk, given in enumerate(slices):
-            ranges = np.asarray(given, np.int64).reshape(-1, 2)
-            starts, ends = ranges.T
-            if (starts >= ends).any() or (starts[1:] < ends[:-1]).any():
-                raise UsageError(f"placement: the slices of chunk {chunk} do not ascend, such as (0, 4), (8, 12)")
-            starts, ends = joined(ranges).T
-            of_chunks.append(np.stack((starts, np.ones_like(starts), ends - starts), 1))
-        super().__init__(of_chunks)
+        given = [np.empty((0, 2), np.int64), *(np.asarray(of, np.int64).reshape(-1, 2) for of in slices)]
+        chunks = np.repeat(np.arange(len(given)) - 1, [len(of) for of in given])
+        starts, ends = np.concatenate(given).T
+        follows = np.diff(chunks, prepend=-1) == 0  # a slice of the same chunk
+        before = np.append(0, ends[:-1])
+        wrong = chunks[(starts >= ends) | follows & (starts < before)]
+        if len(wrong):
+            raise UsageError(f"placement: the slices of chunk {wrong[0]} do not ascend, such as (0, 4), (8, 12)")
+        first = ~(follows & (starts == before))  # slices that touch become one
+        last = np.append(first[1:], True)[: len(first)]
+        starts, ends, chunks = starts[first], ends[last], chunks[first]
+        edges = np.searchsorted(chunks, np.arange(len(given))).tolist()
+        everything = np.stack((starts, np.ones_like(starts), ends - starts), 1)
+        super().__init__([everything[of:end] for of, end in pairwise(edges)])
         self.length = sum(self.counts)
         self._positions: dict[int, Tensor] = {}  # each tensor of a batch asks for those of its rank
-        self._check()
+        order = np.argsort(starts)
+        self._starts, self._owners = starts[order], chunks[order]
+        self._check(ends[order])
 
-    def _check(self) -> None:
+    def _check(self, ends: np.ndarray) -> None:
         if len(set(self.counts)) != 1 or not self.length:
             raise UsageError(f"placement: chunks of {[*self.counts]} tokens; give each chunk equally many, 1 or more")
-        everything = np.concatenate(self.of_chunks)
-        start, _, count = everything[np.argsort(everything[:, 0])].T
-        expected = np.cumsum(count) - count  # if the slices follow each other
-        wrong = np.flatnonzero(start != expected)
+        rows = ends - self._starts
+        expected = np.cumsum(rows) - rows  # if the slices follow each other
+        wrong = np.flatnonzero(self._starts != expected)
         if len(wrong):
-            first = wrong[0]
-            if start[first] > expected[first]:
-                place = f"{expected[first]} to {start[first] - 1} are in no chunk"
+            start, expected = self._starts[wrong[0]], expected[wrong[0]]
+            if start > expected:
+                place = f"{expected} to {start - 1} are in no chunk"
             else:
-                place = f"{start[first]} to {expected[first] - 1} are in two chunks"
+                place = f"{start} to {expected - 1} are in two chunks"
             raise UsageError(f"placement: tokens {place}; give each token to one chunk")
 
     def positions(self, chunk: int) -> Tensor:
@@ -67,12 +74,24 @@ class Placement(Slices):
         each = ranks // self.n
         return self.positions(rank_chunk // each).chunk(each)[rank_chunk % each]
 
+    def met(self, low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Which slices each span of tokens low .. high - 1 meets: int64 [spans] each.
+
+        Returns:
+            for each meeting, span after span: the span, the chunk of the slice, and the tokens of the slice in the
+            span. int64 [meetings] each.
+        """
+        begin = np.searchsorted(self._starts, low, side="right") - 1
+        count = np.searchsorted(self._starts, high, side="left") - begin
+        span = np.repeat(np.arange(len(begin)), count)
+        at = np.arange(len(span)) - np.repeat(np.cumsum(count) - count - begin, count)
+        ends = np.append(self._starts[1:], self.length)
+        tokens = np.minimum(ends[at], high[span]) - np.maximum(self._starts[at], low[span])
+        return span, self._owners[at], tokens
+
     def owners(self) -> tuple[np.ndarray, np.ndarray]:
         """All slices ascending: their first tokens, and the chunk of each."""
-        starts = np.concatenate([of[:, 0] for of in self.of_chunks])
-        chunks = np.repeat(np.arange(self.n), [len(of) for of in self.of_chunks])
-        order = np.argsort(starts)
-        return starts[order], chunks[order]
+        return self._starts, self._owners
 
     def shard(self, x: Tensor, rank_chunk: int, ranks: int, dim: int = 0) -> Tensor:
         """The tokens of a rank (`of_rank`) of the whole batch: [..., length, ...] to [..., length / ranks, ...].

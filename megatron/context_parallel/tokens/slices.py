@@ -1,6 +1,7 @@
 """Chunks with any number of slices, and sets of their rows."""
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from .layout import Chunks
 
 RowSet = np.ndarray  # int64 [ranges, 2]: first row and end (exclusive) of each range, ascending and apart
+_NONE = np.empty((0, 3), np.int64)  # slices
 
 
 class Slices:
@@ -24,8 +26,12 @@ class Slices:
 
     def __init__(self, of_chunks: list[np.ndarray]) -> None:
         self.of_chunks = of_chunks
-        self.counts = tuple(int(of[:, 2].sum()) for of in of_chunks)
-        self._first_rows = [np.cumsum(of[:, 2]) - of[:, 2] for of in of_chunks]
+        edges = [*accumulate(map(len, of_chunks), initial=0)]  # of the chunks, among the slices of all
+        before = np.append(0, np.concatenate([_NONE, *of_chunks])[:, 2].cumsum())  # rows of all slices before each
+        of_chunk = before[edges]
+        self.counts = tuple(np.diff(of_chunk).tolist())
+        in_chunk = before[:-1] - np.repeat(of_chunk[:-1], np.diff(edges))
+        self._first_rows = [in_chunk[first:end] for first, end in pairwise(edges)]
 
     @classmethod
     def of(cls, chunks: "Chunks | Slices") -> "Slices":
@@ -53,23 +59,30 @@ class Slices:
         return torch.from_numpy(np.repeat(start, count) + in_slice * np.repeat(stride, count))
 
     def before(self, chunks: tuple[int, ...], bounds: np.ndarray) -> np.ndarray:
-        """The number of rows of `chunks` with a position below each of `bounds` (int64): int32."""
-        total = np.zeros(bounds.shape, np.int32)
+        """The number of rows of `chunks` with a position below each of `bounds` (int64, ascending): int32."""
+        ascending = bounds.ravel()
+        assert (ascending[1:] >= ascending[:-1]).all()
+        total = np.zeros(len(ascending), np.int64)
         for chunk in chunks:
             start, stride, count = self.of_chunks[chunk].T
-            if len(start):
-                at = np.searchsorted(start, bounds) - 1  # the last slice that begins below the bound, or -1
-                inside = np.minimum((bounds - start[at] + stride[at] - 1) // stride[at], count[at])
-                total += np.where(at < 0, 0, self._first_rows[chunk][at] + inside).astype(np.int32)
-        return total
+            if not len(start):
+                continue
+            begin = np.searchsorted(ascending, start, side="right")  # the first bound after the start of each slice
+            times = np.diff(begin, append=len(ascending))
+            rows = ascending[begin[0] :] - np.repeat(start, times)
+            if (stride > 1).any():  # divisions take long
+                rows = -(-rows // np.repeat(stride, times))
+            total[begin[0] :] += np.minimum(rows, np.repeat(count, times)) + np.repeat(self._first_rows[chunk], times)
+        return total.astype(np.int32).reshape(bounds.shape)
 
     def range_of(self, chunk: int, low: np.ndarray, high: np.ndarray) -> RowSet:
         """The rows of `chunk` with a position in any of the spans low .. high - 1; int64 [spans] each."""
+        low, high = joined(np.stack((low, high), 1)).T
         return joined(np.stack((self.before((chunk,), low), self.before((chunk,), high)), 1).astype(np.int64))
 
     def narrowed(self, sets: Mapping[int, RowSet]) -> "Slices":
-        """The same chunks with some rows of some of them; the others keep all rows."""
-        return Slices([self._narrowed(c, sets[c]) if c in sets else of for c, of in enumerate(self.of_chunks)])
+        """The same chunks with only these rows; without any of a chunk that is not among them."""
+        return Slices([self._narrowed(c, sets[c]) if c in sets else _NONE for c in range(self.n)])
 
     def _narrowed(self, chunk: int, rows: RowSet) -> np.ndarray:
         """The slices of a chunk, cut to these rows."""
