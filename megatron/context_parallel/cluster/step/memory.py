@@ -218,7 +218,7 @@ class _LayerCounts:
             copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
             counted = (not self.run.offload_checkpoints) + (not copies)
             # The checkpoint has the gradient of the output until all of the layer is differentiated.
-            size = (1 + done - counted) * _hidden(self.model, self.run)
+            size = (1 - counted) * _hidden(self.model, self.run)
             formula = "input and the gradient of the output, less what is counted already"
             yield MemoryItem("ends of the layer at work", size, formula)
         if self.groups > 1 and (ahead := saved_bytes.fetched_ahead(self.model, self.run, self.working)):
