@@ -111,7 +111,8 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
     kept = 4 if run.use_torch_fsdp2 else dtype
-    yield MemoryItem("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
+    if not run.shards_on_host:
+        yield MemoryItem("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
     if over["params"] > 1:
         layers = 2 if run.use_torch_fsdp2 else _layers_within(GATHERED_AHEAD, model, run)
         whole = count - model.num_layers // run.pipeline_model_parallel_size * layer  # embedding, output layer, norm
@@ -121,7 +122,8 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
         yield MemoryItem(GATHERED, size * dtype, formula)
         if run.implementation == "cpu":
             yield MemoryItem("gloo's copy", layer * dtype, f"1 layer of {layer:,} parameters x {dtype} bytes")
-    yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
+    if not run.shards_on_host:
+        yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
     if over["grads"] > 1:
         yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")

@@ -185,7 +185,7 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         if not gpus:
             why = "needs a GPU; on this host the optimizer is in host memory already; leave it out"
             yield refusal(args, "optimizer_cpu_offload", why)
-        elif why := why_not_importable():
+        elif not args.use_torch_fsdp2 and (why := why_not_importable()):
             yield refusal(args, "optimizer_cpu_offload", f"needs Transformer Engine: {why}; leave it out")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
         yield refusal(args, "distributed_backend", "needs GPUs, and this host has none", distributed_backend="gloo")
