@@ -42,7 +42,7 @@ class Places(TorchDispatchMode):
         moves = func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
         assert moves or len(places) < 2, f"{func} takes tensors of the host and of the device"
         found = func(*args, **kwargs)
-        if True in places and not moves and kwargs.get("device") is None:
+        if True in places and func is not torch.ops.aten.copy_.default and kwargs.get("device") is None:
             self.on_host |= {id_of(x): x for x in tree_leaves(found) if isinstance(x, torch.Tensor)}
         return found
 
