@@ -110,7 +110,8 @@ def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
     found: dict[str, tuple[ShardedBase, str]] = {}
     for name, entry in module.sharded_state_dict().items():  # type: ignore[operator]
         weight = weights.get(id(entry.data), "")
-        found[name] = (replace(entry, data=entry.data.to("meta")) if weight else entry, weight)
+        # Not a part of a graph: that would keep the whole weight.
+        found[name] = (replace(entry, data=entry.data.detach().to("meta")) if weight else entry, weight)
     return found
 
 
