@@ -31,7 +31,7 @@ class MemoryItem(NamedTuple):
 
 GATHERED = "gathered weights"
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
-HEAD, MLP, ATTENTION = "head", "MLP backward", "attention backward"
+HEAD, MLP, ATTENTION, END = "head", "MLP backward", "attention backward", "end of a layer"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 GRADIENTS = "whole gradients"
 
@@ -67,6 +67,8 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     """All moments of a rank of pipeline stage `stage`, in their order after the forward pass of the layers."""
     stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
     count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
+    if run.use_torch_fsdp2:
+        return list(_moments_of_fsdp2(model, run))
     # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
     states = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
     inputs = states + list(_inputs(model, run, stage))
@@ -84,10 +86,84 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
         copy = MemoryItem(REDUCTION, 4 * count, "gloo's reduce-scatter copies the gradients")
         found.append(Moment(REDUCTION, [*states, copy]))
     resting = [item for item in states if item.what not in (GATHERED, GRADIENTS)]
-    if run.shards("grads") > 1 and not run.use_torch_fsdp2:
+    if run.shards("grads") > 1:
         found.append(Moment(GRADIENTS, [*resting, _waiting_gradients(model, run, count)]))
     found.append(Moment(OPTIMIZER, [*resting, _update(model, run, count)]))
     return found
+
+
+def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
+    """Moments of a rank of FSDP2, which has no pipeline: sharded gradients come, and activations go, layer by layer.
+
+    Between the first and the last layers of the backward pass memory grows or falls evenly.
+    """
+    layer = model.layer_parameters(run.tensor_model_parallel_size)
+    count = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1)
+    resting, inputs = list(_shards_of_fsdp2(model, run, count)), list(_inputs(model, run, 0))
+    yield Moment(HEAD, [*resting, *inputs, *_whole_of_fsdp2(model, run, 1, 0), *_LayerCounts(model, run).kept(1), _head(model, run)])
+    attention = MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
+    for done in sorted({0, min(1, model.num_layers - 1), max(0, model.num_layers - 2), model.num_layers - 1}):
+        layers = _LayerCounts(model, run, done)
+        whole = 1 + (done < model.num_layers - 1)
+        before = [*resting, *inputs, *_whole_of_fsdp2(model, run, whole, done)]
+        yield Moment(MLP, [*before, *layers.at_work(1, 0), _mlp_backward(model, run)])
+        after = layer - model.hidden_size * (model.queries + 2 * model.keys) // run.tensor_model_parallel_size
+        weights = MemoryItem("gradients of a layer", after * run.itemsize, f"{after:,} numbers, not summed yet")
+        mlp_done = [*before, *layers.at_work(1, 1), _residual(model, run)]
+        yield Moment(ATTENTION, [*mlp_done, weights, attention])
+        weights = MemoryItem("gradients of a layer", layer * run.itemsize, f"{layer:,} numbers, not summed yet")
+        yield Moment(END, [*mlp_done, weights, _products_end(model, run)])
+        copies = 4 * layer if run.implementation == "cpu" else run.itemsize * layer  # gloo's, or what is copied
+        summed = MemoryItem("gradients of a layer", copies, f"of {layer:,} numbers, beside those that are summed")
+        reduced = [*resting, *inputs, *_whole_of_fsdp2(model, run, whole - 1, done + 1)]
+        yield Moment(REDUCTION, [*reduced, *_LayerCounts(model, run, done + 1).kept(1), _residual(model, run), summed])
+    root = _root_of_fsdp2(model, run)
+    copies = MemoryItem(GRADIENTS, root * (8 if run.implementation == "cpu" else 4 + run.itemsize), f"of {root:,} numbers")
+    yield Moment(REDUCTION, [*resting, *_whole_of_fsdp2(model, run, 0, model.num_layers)[:-1], copies])
+    gradients = _whole_of_fsdp2(model, run, 0, model.num_layers)[1:2]
+    yield Moment(OPTIMIZER, [*resting, *gradients, _update(model, run, count)])
+
+
+def _shards_of_fsdp2(model: ModelShape, run: TrainConfig, count: int) -> Iterator[MemoryItem]:
+    """Weights and moments of a rank; none on the device if they are in host memory."""
+    shards = run.shards("params")
+    by = f" / {shards} data x context ranks that shard it" if shards > 1 else ""
+    there = not run.shards_on_host
+    yield MemoryItem("weights", there * count * 4 // shards, f"{count:,} parameters x 4 bytes{by}")
+    yield MemoryItem("optimizer", there * count * 8 // shards, f"8 bytes (two moments){by}")
+
+
+def _whole_of_fsdp2(model: ModelShape, run: TrainConfig, layers: int, done: int) -> list[MemoryItem]:
+    """Gathered weights, sharded gradients and whole ones, with `layers` gathered and `done` differentiated."""
+    layer = model.layer_parameters(run.tensor_model_parallel_size)
+    root, shards = _root_of_fsdp2(model, run), run.shards("grads")
+    gathered = layers * layer + root
+    formula = f"({layers} layers of {layer:,} parameters + {root:,}) x {run.itemsize} bytes"
+    sharded = 0 if run.shards_on_host else 4 * done * layer // shards
+    waiting = 4 * layer * (done > 0) + root * run.itemsize
+    return [
+        MemoryItem(GATHERED, gathered * run.itemsize, formula),
+        MemoryItem("gradients", sharded, f"4 bytes (float32) of {done} layers / {shards} ranks"),
+        MemoryItem(GRADIENTS, waiting, f"of the layer before in float32, and {root:,} of the output layer"),
+    ]
+
+
+def _root_of_fsdp2(model: ModelShape, run: TrainConfig) -> int:
+    """Numbers outside of layers that are gathered for a whole step: an embedding of its own is not."""
+    layers = model.num_layers * model.layer_parameters(run.tensor_model_parallel_size)
+    whole = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1) - layers
+    if model.untie_embeddings_and_output_weights:
+        whole -= model.padded_vocab_size * model.hidden_size // run.tensor_model_parallel_size
+    return whole
+
+
+def _products_end(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    """Gradients in the first product of attention, less what attention kept for itself."""
+    w = Widths(model, run)
+    numbers = w.queries + 2 * w.keys + w.hidden
+    kept = {part.name: part.bytes for part in saved_bytes.attention_parts(model, run)}
+    size = run.tokens * w.size * numbers - kept.get("core_attention", 0)
+    return MemoryItem(BUFFERS, size, "gradients in the first product, less what attention kept")
 
 
 def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
@@ -183,11 +259,14 @@ def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryI
 
 
 class _LayerCounts:
-    """Layers of a stage in a micro batch: kept whole, recomputed in groups, and at work in a recomputation."""
+    """Layers of a stage in a micro batch: kept whole, recomputed in groups, and at work in a recomputation.
 
-    def __init__(self, model: ModelShape, run: TrainConfig) -> None:
+    `done` layers are differentiated already.
+    """
+
+    def __init__(self, model: ModelShape, run: TrainConfig, done: int = 0) -> None:
         self.model, self.run = model, run
-        layers = model.num_layers // run.pipeline_model_parallel_size
+        layers = model.num_layers // run.pipeline_model_parallel_size - done
         each = run.recompute_num_layers or 0
         self.whole, self.recomputed, self.groups, self.working = layers, 0, 0, 0
         if run.recompute_granularity != "full" or not each:

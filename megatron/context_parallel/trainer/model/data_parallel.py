@@ -46,6 +46,8 @@ class TorchFSDP2(BaseDataParallel):
             assert isinstance(sharded, FSDPModule)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            if isinstance(unit, LanguageModelEmbedding):
+                sharded.set_unshard_in_backward(False)  # its gradient does not depend on its weights
         for name, parameter in module.named_parameters():
             vars(parameter).update(marks[name])  # megatron-core's attributes, such as that of an embedding
 
