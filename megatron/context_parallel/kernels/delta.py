@@ -9,7 +9,7 @@ from .names import DELTA_AT_ONCE
 
 
 def delta_of(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
-    """The row sums of dout * out, both [s, ..., d], computed in `dtype`: [s, ...]. Copies of some rows exist at a time."""
+    """The row sums of dout * out, both [s, ..., d], as [s, ...] in `dtype`. Of some rows at a time there are copies."""
     delta = out.new_empty(out.shape[:-1], dtype=dtype)
     rows = max(1, DELTA_AT_ONCE // (dtype.itemsize * max(1, math.prod(out.shape[1:]))))
     for into, gradients, values in zip(*(x.split(rows) for x in (delta, dout, out)), strict=True):

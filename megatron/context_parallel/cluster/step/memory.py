@@ -32,6 +32,7 @@ class MemoryItem(NamedTuple):
 GATHERED = "gathered weights"
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
 HEAD, MLP, ATTENTION, END = "head", "MLP backward", "attention backward", "end of a layer"
+GATHER = "gather of weights"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 GRADIENTS = "whole gradients"
 
@@ -95,33 +96,51 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
 def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
     """Moments of a rank of FSDP2, which has no pipeline: sharded gradients come, and activations go, layer by layer.
 
-    Between the first and the last layers of the backward pass memory grows or falls evenly.
+    Between the second layer of the backward pass and the last but one, memory grows or falls evenly.
     """
-    layer = model.layer_parameters(run.tensor_model_parallel_size)
     count = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1)
     resting, inputs = list(_shards_of_fsdp2(model, run, count)), list(_inputs(model, run, 0))
-    yield Moment(HEAD, [*resting, *inputs, *_whole_of_fsdp2(model, run, 1, 0), *_LayerCounts(model, run).kept(1), _head(model, run)])
-    attention = MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
-    for done in sorted({0, min(1, model.num_layers - 1), max(0, model.num_layers - 2), model.num_layers - 1}):
-        layers = _LayerCounts(model, run, done)
-        whole = 1 + (done < model.num_layers - 1)
-        before = [*resting, *inputs, *_whole_of_fsdp2(model, run, whole, done)]
-        yield Moment(MLP, [*before, *layers.at_work(1, 0), _mlp_backward(model, run)])
-        after = layer - model.hidden_size * (model.queries + 2 * model.keys) // run.tensor_model_parallel_size
-        weights = MemoryItem("gradients of a layer", after * run.itemsize, f"{after:,} numbers, not summed yet")
-        mlp_done = [*before, *layers.at_work(1, 1), _residual(model, run)]
-        yield Moment(ATTENTION, [*mlp_done, weights, attention])
-        weights = MemoryItem("gradients of a layer", layer * run.itemsize, f"{layer:,} numbers, not summed yet")
-        yield Moment(END, [*mlp_done, weights, _products_end(model, run)])
-        copies = 4 * layer if run.implementation == "cpu" else run.itemsize * layer  # gloo's, or what is copied
-        summed = MemoryItem("gradients of a layer", copies, f"of {layer:,} numbers, beside those that are summed")
-        reduced = [*resting, *inputs, *_whole_of_fsdp2(model, run, whole - 1, done + 1)]
-        yield Moment(REDUCTION, [*reduced, *_LayerCounts(model, run, done + 1).kept(1), _residual(model, run), summed])
+    forward = _whole_of_fsdp2(model, run, 1, 0)[:1]
+    yield Moment(HEAD, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _head(model, run)])
+    last = model.num_layers - 1
+    for done in sorted({0, min(1, last), max(0, last - 1), last}):
+        for moment in _layer_of_fsdp2(model, run, done):
+            yield moment._replace(items=[*resting, *inputs, *moment.items])
     root = _root_of_fsdp2(model, run)
-    copies = MemoryItem(GRADIENTS, root * (8 if run.implementation == "cpu" else 4 + run.itemsize), f"of {root:,} numbers")
-    yield Moment(REDUCTION, [*resting, *_whole_of_fsdp2(model, run, 0, model.num_layers)[:-1], copies])
-    gradients = _whole_of_fsdp2(model, run, 0, model.num_layers)[1:2]
-    yield Moment(OPTIMIZER, [*resting, *gradients, _update(model, run, count)])
+    copies = 8 if run.implementation == "cpu" else 4 + run.itemsize  # in float32, and gloo's or those in the dtype
+    gathered = _whole_of_fsdp2(model, run, 0, model.num_layers)[0]
+    shards = run.shards("grads")
+    size = 0 if run.shards_on_host else 4 * count // shards
+    sharded = MemoryItem("gradients", size, f"4 bytes (float32) / {shards} data x context ranks that shard it")
+    whole = MemoryItem(GRADIENTS, root * copies, f"{root:,} numbers of the output layer")
+    yield Moment(REDUCTION, [*resting, gathered, sharded, whole])
+    yield Moment(OPTIMIZER, [*resting, sharded, _update(model, run, count)])
+
+
+def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[Moment]:
+    """Moments of the backward pass of a layer, with `done` layers behind it, without shards and inputs."""
+    tensor, on_cpu = run.tensor_model_parallel_size, run.implementation == "cpu"
+    layer, ahead = model.layer_parameters(tensor), done < model.num_layers - 1
+    layers, residual = _LayerCounts(model, run, done), _residual(model, run)
+    whole = _whole_of_fsdp2(model, run, 1 + ahead, done)
+
+    def gradients(numbers: int, formula: str, size: int = run.itemsize) -> MemoryItem:
+        return MemoryItem("gradients of a layer", numbers * size, f"{numbers:,} numbers{formula}")
+
+    if on_cpu and ahead:
+        copy = MemoryItem(
+            "gloo's copy", layer * run.itemsize, f"1 layer of {layer:,} parameters x {run.itemsize} bytes"
+        )
+        yield Moment(GATHER, [*whole, *layers.kept(1), residual, copy])
+    yield Moment(MLP, [*whole, *layers.at_work(1, 0), _mlp_backward(model, run)])
+    later = [*whole, *layers.at_work(1, 1), residual]
+    product = model.hidden_size * (model.queries + 2 * model.keys) // tensor
+    buffers = MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
+    yield Moment(ATTENTION, [*later, gradients(layer - product, ""), buffers])
+    yield Moment(END, [*later, gradients(layer, ""), _first_product(model, run)])
+    reduced = _whole_of_fsdp2(model, run, int(ahead), done + 1)
+    copies = gradients(layer, ", copied while they are summed", 4 if on_cpu else run.itemsize)
+    yield Moment(REDUCTION, [*reduced, *_LayerCounts(model, run, done + 1).kept(1), residual, copies])
 
 
 def _shards_of_fsdp2(model: ModelShape, run: TrainConfig, count: int) -> Iterator[MemoryItem]:
@@ -139,11 +158,17 @@ def _whole_of_fsdp2(model: ModelShape, run: TrainConfig, layers: int, done: int)
     root, shards = _root_of_fsdp2(model, run), run.shards("grads")
     gathered = layers * layer + root
     formula = f"({layers} layers of {layer:,} parameters + {root:,}) x {run.itemsize} bytes"
-    sharded = 0 if run.shards_on_host else 4 * done * layer // shards
+    newest = layer if done else 0
+    if run.shards_on_host:  # but for what is being copied there
+        numbers = newest
+    elif run.micro_batches > 1:  # those of micro batches before, to which the newest are added
+        numbers = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1) + newest
+    else:
+        numbers = done * layer
     waiting = 4 * layer * (done > 0) + root * run.itemsize
     return [
         MemoryItem(GATHERED, gathered * run.itemsize, formula),
-        MemoryItem("gradients", sharded, f"4 bytes (float32) of {done} layers / {shards} ranks"),
+        MemoryItem("gradients", 4 * numbers // shards, f"4 bytes (float32) x {numbers:,} / {shards} ranks"),
         MemoryItem(GRADIENTS, waiting, f"of the layer before in float32, and {root:,} of the output layer"),
     ]
 
@@ -157,7 +182,7 @@ def _root_of_fsdp2(model: ModelShape, run: TrainConfig) -> int:
     return whole
 
 
-def _products_end(model: ModelShape, run: TrainConfig) -> MemoryItem:
+def _first_product(model: ModelShape, run: TrainConfig) -> MemoryItem:
     """Gradients in the first product of attention, less what attention kept for itself."""
     w = Widths(model, run)
     numbers = w.queries + 2 * w.keys + w.hidden
@@ -186,23 +211,18 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     layer = model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
-    kept = 4 if run.use_torch_fsdp2 else dtype
-    if not run.shards_on_host:
-        yield MemoryItem("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
+    yield MemoryItem("weights", count * dtype // over["params"], f"{count:,} parameters x {dtype} bytes{by['params']}")
     if over["params"] > 1:
-        layers = 2 if run.use_torch_fsdp2 else _layers_within(GATHERED_AHEAD, model, run)
+        layers = _layers_within(GATHERED_AHEAD, model, run)
         whole = count - model.num_layers // run.pipeline_model_parallel_size * layer  # embedding, output layer, norm
-        if run.use_torch_fsdp2 and model.untie_embeddings_and_output_weights:  # it gathers the embedding by itself
-            whole -= model.padded_vocab_size * model.hidden_size
         size, formula = layers * layer + whole, f"({layers} layers of {layer:,} parameters + {whole:,}) x {dtype} bytes"
         yield MemoryItem(GATHERED, size * dtype, formula)
         if run.implementation == "cpu":
             yield MemoryItem("gloo's copy", layer * dtype, f"1 layer of {layer:,} parameters x {dtype} bytes")
-    if not run.shards_on_host:
-        yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
+    yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
     if over["grads"] > 1:
         yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
-    state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
+    state, parts = (12, "float32 copy and two moments") if dtype == 2 else (8, "two moments")
     optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
     if run.optimizer_on_host:
         optimizer = round(optimizer * (1 - run.optimizer_on_host))

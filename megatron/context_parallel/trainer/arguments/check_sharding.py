@@ -53,7 +53,9 @@ def _check_optimizer_on_host(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, name, f"with --use-torch-fsdp2 {why}", tensor_model_parallel_size=1)
     for other, all_of_it in (("optimizer_offload_fraction", 1.0), ("overlap_cpu_optimizer_d2h_h2d", False)):
         if getattr(args, other) != all_of_it:
-            why = "not supported with --use-torch-fsdp2, which keeps all in host memory and overlaps copies; leave it out"
+            why = (
+                "not supported with --use-torch-fsdp2, which keeps all in host memory and overlaps copies; leave it out"
+            )
             yield refusal(args, other, why)
 
 

@@ -24,9 +24,9 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 class TorchFSDP2(BaseDataParallel):
     """`--use-torch-fsdp2`: each rank keeps its rows of every weight, gradient and moment in float32.
 
-    Layers are gathered in the model's dtype when they are needed. With `--optimizer-cpu-offload` these rows are in host
-    memory: weights are copied to the device to be gathered, and summed gradients back. megatron-core's own FSDP2 wrapper averages gradients,
-    but `calculate_per_token_loss` needs their sum, and the wrapper cannot scale by the token count.
+    Layers are gathered in the model's dtype when they are needed. With `--optimizer-cpu-offload` the rows are in host
+    memory: weights are copied to the device to be gathered, and summed gradients back. megatron-core's own FSDP2 wrapper
+    averages gradients, but `calculate_per_token_loss` needs their sum, and the wrapper cannot scale by the token count.
     """
 
     def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
