@@ -46,7 +46,7 @@ def _check_optimizer_on_host(args: Arguments) -> Iterator[UsageError]:
         if not (args.use_precision_aware_optimizer and args.bf16):
             needed = [("--use-precision-aware-optimizer", args.use_precision_aware_optimizer), ("--bf16", args.bf16)]
             missing = " ".join(flag for flag, given in needed if not given)
-            yield refusal(args, name, f"needs {missing}, or --use-torch-fsdp2; add one of them or leave this out")
+            yield refusal(args, name, f"needs {missing}, or --use-torch-fsdp2; add that or leave this out")
         return
     if args.tensor_model_parallel_size > 1:
         why = "gradients that are on the host cannot be summed over tensor-parallel ranks"

@@ -25,8 +25,10 @@ class TorchFSDP2(BaseDataParallel):
     """`--use-torch-fsdp2`: each rank keeps its rows of every weight, gradient and moment in float32.
 
     Layers are gathered in the model's dtype when they are needed. With `--optimizer-cpu-offload` the rows are in host
-    memory: weights are copied to the device to be gathered, and summed gradients back. megatron-core's own FSDP2 wrapper
-    averages gradients, but `calculate_per_token_loss` needs their sum, and the wrapper cannot scale by the token count.
+    memory: weights are copied to the device to be gathered, and summed gradients back.
+
+    megatron-core's own FSDP2 wrapper averages gradients, but `calculate_per_token_loss` needs their sum. And it
+    cannot scale by the token count.
     """
 
     def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
