@@ -27,8 +27,8 @@ class TorchFSDP2(BaseDataParallel):
     Layers are gathered in the model's dtype when they are needed. With `--optimizer-cpu-offload` the rows are in host
     memory: weights are copied to the device to be gathered, and summed gradients back.
 
-    megatron-core's own FSDP2 wrapper averages gradients, but `calculate_per_token_loss` needs their sum. And it
-    cannot scale by the token count.
+    megatron-core's own FSDP2 wrapper averages gradients, but `calculate_per_token_loss` needs their sum. It cannot
+    scale by the token count either.
     """
 
     def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
