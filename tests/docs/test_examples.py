@@ -201,15 +201,18 @@ def test_no_two_jobs_of_a_node_are_given_one_port():
             job.communicate()
 
 
-def test_the_longest_sequences_of_llama(capsys):
-    gpus, millions = 8, 4.7
-    longest.main([str(gpus)])
+@pytest.mark.parametrize(("on_host", "millions"), [([], 4.9), (["--optimizer-cpu-offload"], 6)])
+def test_the_longest_sequences_of_llama(on_host, millions, capsys):
+    gpus = 8
+    longest.main([str(gpus), *on_host])
     said = capsys.readouterr().out
     tokens = int(re.search(r"longest sequence: ([\d,]+) tokens \(75.2 GiB of 75.2, ", said)[1].replace(",", ""))
     assert tokens > millions * 1e6
-    on_host = 32 * 4096 * 2 * tokens / gpus  # the input of each layer, in bf16
+    there = 32 * 4096 * 2 * tokens / gpus  # the input of each layer, in bf16
+    if on_host:
+        there += 16 * 8_030_261_248 / gpus
     found = re.search(r"in host memory +([\d.]+) GiB", said)[1]
-    assert float(found) == pytest.approx(on_host / 2**30, rel=1e-3)
+    assert float(found) == pytest.approx(there / 2**30, rel=1e-3)
 
 
 @pytest.mark.parametrize(("family", "preset"), [("llama", "tiny-llama"), ("gpt3", "tiny-gpt3")])

@@ -24,6 +24,7 @@ WAYS = {
     "optim_grads_params": fsdp("optim_grads_params"),
     "optim_grads_params, 2 instances": fsdp("optim_grads_params") | INSTANCES,
     "torch_fsdp2": PLAIN | {"use_torch_fsdp2": True},
+    "torch_fsdp2, on the host": PLAIN | {"use_torch_fsdp2": True, "optimizer_cpu_offload": True},
 }
 
 

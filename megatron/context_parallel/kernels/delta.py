@@ -1,7 +1,20 @@
-"""Passes delta to backward passes that take the output instead."""
+"""delta = rowsum(dO·O), and how it is passed to backward passes that take the output instead."""
+
+import math
 
 import torch
 from torch import Tensor
+
+from .names import DELTA_AT_ONCE
+
+
+def delta_of(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """The row sums of dout * out, both [s, ..., d], as [s, ...] in `dtype`. Of some rows at a time there are copies."""
+    delta = out.new_empty(out.shape[:-1], dtype=dtype)
+    rows = max(1, DELTA_AT_ONCE // (dtype.itemsize * max(1, math.prod(out.shape[1:]))))
+    for into, gradients, values in zip(*(x.split(rows) for x in (delta, dout, out)), strict=True):
+        torch.sum(gradients.to(dtype) * values.to(dtype), -1, out=into)
+    return delta
 
 
 def output_with(delta: Tensor, dout: Tensor) -> Tensor:

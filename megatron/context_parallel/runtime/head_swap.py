@@ -81,7 +81,7 @@ class HeadGroup:
     def by_member(self, x: Tensor, turn: int) -> Tensor:
         """The heads that each rank of the group computes in round `turn`: [s, b, heads, ...] to [s, b, size, h, ...].
 
-        With at least as many heads as parts it is a view. Otherwise each rank gets the head that its queries read.
+        Where each rank has heads of its own it is a view. Otherwise each gets the head that its queries read.
         """
         size, rounds, turn = len(self.members), self.plan.rounds, self.plan.head_round(turn)
         heads = x.shape[2]
@@ -89,7 +89,8 @@ class HeadGroup:
             return x.unflatten(2, (size, rounds, -1))[:, :, :, turn]
         of_rank = max(1, heads // size)
         read = x.unflatten(2, (-1, of_rank))[:, :, :, turn * of_rank // rounds]
-        return read.repeat_interleave(size // read.shape[2], 2).unsqueeze(3)
+        copies = size // read.shape[2]
+        return (read.repeat_interleave(copies, 2) if copies > 1 else read).unsqueeze(3)
 
     def to_heads(self, tensors: Sequence[Tensor], turn: int) -> StartedSwap:
         """Swaps [s, b, heads, ...] of this rank's chunk for [s * size, b, h, ...] of the group's, for a round."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.kernels.delta import delta_of
 from megatron.context_parallel.plan.ir import Plan, T
 
 from .comm.transport import Program, Transport, Work
@@ -94,7 +95,7 @@ def backward(
     because it is summed over the ranks before it is rounded.
     """
     group = HeadGroup(plan, rank, transport)
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = delta_of(dout, out, lse.dtype)
     dsinks = None if sinks is None else lse.new_zeros(len(sinks))
     again = plan.rounds > 1
     of_keys: list[Tensor] = []  # with rounds of tokens: gradients of keys and values so far

@@ -24,8 +24,8 @@ def in_rounds(
         tensors: each [s, b, heads, ...] of this rank's chunk.
         compute: gets a round, what else is to do after its first block, and the tensors [s * size, b, h, ...] of the
             group's chunk. It runs the steps, and returns a program that waits for the results, of the tensors' form.
-        kv_heads: all results but the first are partial gradients of so many heads, of which parts share some. None:
-            each result belongs to one part.
+        kv_heads: all results but the first are partial gradients of so many heads, of which parts share some. Their
+            sums are returned in the dtype of the first. None: each result belongs to one part.
     """
     if len(group.members) == 1:
         return (yield from (yield from compute(0, (), *tensors)))
@@ -79,6 +79,7 @@ class _Results:
     def __init__(self, group: HeadGroup, kv_heads: int | None) -> None:
         self.group, self.kv_heads = group, kv_heads
         self.wholes: list[Tensor] = []
+        self._sums: dict[int, Tensor] = {}  # of the heads at work, in the dtype of partial gradients
 
     def of_round(self, results: Results, turn: int) -> list[Tensor]:
         """Where to receive the results of a round, each [s, b, size, h, ...]: in `wholes`; partial gradients apart."""
@@ -98,14 +99,32 @@ class _Results:
         """Adds partial gradients of a round to their heads. Each of the ranks that share a head has sent one."""
         if self.kv_heads is None:
             return
-        size, plan = len(self.group.members), self.group.plan
-        of_rank = max(1, self.kv_heads // size)  # heads
+        of_rank = max(1, self.kv_heads // len(self.group.members))  # heads
+        place = self._place(turn, of_rank)
+        first = turn == 0 or self._place(turn - 1, of_rank) != place
+        last = turn == self.group.plan.turns - 1 or self._place(turn + 1, of_rank) != place
         for i, x in enumerate(received[1:], 1):
-            sums = x.flatten(2, 3).unflatten(2, (self.kv_heads // of_rank, -1)).sum(3)
-            if turn == 0 and of_rank == plan.token_rounds == 1:
-                self.wholes.append(sums)
-                continue
-            if turn == 0:
-                self.wholes.append(x.new_zeros(plan.token_rounds * len(x), x.shape[1], self.kv_heads, *x.shape[4:]))
-            rows = rows_of(plan, self.wholes[i], turn).unflatten(2, (-1, of_rank))
-            rows[:, :, :, plan.head_round(turn) * of_rank // plan.rounds] += sums
+            copies = x.flatten(2, 3).unflatten(2, (self.kv_heads // of_rank, -1))
+            sums = copies.sum(3) if copies.shape[3] > 1 else copies.squeeze(3)
+            into = self._rows(i, sums, place, of_rank)
+            narrow = into.dtype != sums.dtype
+            if not first:
+                sums += self._sums.pop(i) if narrow else into
+            if narrow and not last:
+                self._sums[i] = sums
+            else:
+                into.copy_(sums)
+
+    def _place(self, turn: int, of_rank: int) -> tuple[int, int]:
+        """Where the sums of a round belong: a range of the tokens, and one of the heads of each rank."""
+        plan = self.group.plan
+        part = plan.range_of(turn) if plan.token_rounds > 1 else 0
+        return part, plan.head_round(turn) * of_rank // plan.rounds
+
+    def _rows(self, i: int, sums: Tensor, place: tuple[int, int], of_rank: int) -> Tensor:
+        """Where the sums [s, b, heads / of_rank, ...] of a place belong, in the dtype of the queries."""
+        ranges = self.group.plan.token_rounds
+        if len(self.wholes) == i:
+            shape = ranges * len(sums), sums.shape[1], of_rank * sums.shape[2], *sums.shape[3:]
+            self.wholes.append(sums.new_empty(shape, dtype=self.wholes[0].dtype))
+        return self.wholes[i].chunk(ranges)[place[0]].unflatten(2, (-1, of_rank))[:, :, :, place[1]]

@@ -17,7 +17,13 @@ from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import Slices
 
-from .block_memory import BlockMemory, gradient_swap_bytes, packed_bytes, token_rounds_bytes
+from .block_memory import (
+    BlockMemory,
+    gradient_swap_bytes,
+    packed_bytes,
+    partial_gradients_bytes,
+    token_rounds_bytes,
+)
 from .model_shape import ModelShape
 from .train_config import ITEMSIZE, TrainConfig
 
@@ -151,9 +157,10 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
             continue
         if backward and plan.keeps_swapped:  # also the output gradient as it came
             own -= shape.itemsize * shape.rows * shape.heads * shape.head_dim
+        packed, added = packed_bytes(plan, shape), partial_gradients_bytes(plan, shape) if backward else 0
         for rank in ranks:
             work = kernels.of_steps(rank) if backward else ()
-            most = max(most, peak_bytes(plan, rank, shape, work) + packed_bytes(plan, shape) - own)
+            most = max(most, peak_bytes(plan, rank, shape, work) + packed + added - own)
         if backward and plan.keeps_swapped:
             most = max(most, gradient_swap_bytes(plan, shape))
     return round(most)

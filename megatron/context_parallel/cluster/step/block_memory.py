@@ -98,6 +98,20 @@ class BlockMemory:
         return max(computing, queries + gradients + 2 * keys), queries + 2 * keys  # sums over the query heads
 
 
+def partial_gradients_bytes(plan: Plan, shape: Shape) -> int:
+    """With several rounds that share key/value heads: bytes of what `runtime/rounds.py` adds up, beyond `peak_bytes`.
+
+    They are the partial gradients of a round, their sums so far if the gradients are in 16 bits, and copies of keys and
+    values for the ranks that share them.
+    """
+    if plan.rounds == 1 or plan.head_parts <= shape.kv_heads:
+        return 0
+    received = chunk_bytes(plan, T.DKV, shape, True)
+    heads = min(shape.kv_heads, plan.heads)  # with partial gradients in a round
+    sums = received * heads // plan.heads if shape.itemsize < shape.partial_itemsize else 0
+    return received + sums + (chunk_bytes(plan, T.KV, shape, True) if heads < plan.heads else 0)
+
+
 def gradient_swap_bytes(plan: Plan, shape: Shape) -> float:
     """Bytes while gradients are swapped back to the ranks that own the tokens, beyond queries, keys and values.
 

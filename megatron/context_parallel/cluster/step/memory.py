@@ -31,7 +31,8 @@ class MemoryItem(NamedTuple):
 
 GATHERED = "gathered weights"
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
-HEAD, MLP, ATTENTION = "head", "MLP backward", "attention backward"
+HEAD, MLP, ATTENTION, END = "head", "MLP backward", "attention backward", "end of a layer"
+GATHER = "gather of weights"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 GRADIENTS = "whole gradients"
 
@@ -67,6 +68,8 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     """All moments of a rank of pipeline stage `stage`, in their order after the forward pass of the layers."""
     stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
     count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
+    if run.use_torch_fsdp2:
+        return list(_moments_of_fsdp2(model, run))
     # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
     states = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
     inputs = states + list(_inputs(model, run, stage))
@@ -84,10 +87,108 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
         copy = MemoryItem(REDUCTION, 4 * count, "gloo's reduce-scatter copies the gradients")
         found.append(Moment(REDUCTION, [*states, copy]))
     resting = [item for item in states if item.what not in (GATHERED, GRADIENTS)]
-    if run.shards("grads") > 1 and not run.use_torch_fsdp2:
+    if run.shards("grads") > 1:
         found.append(Moment(GRADIENTS, [*resting, _waiting_gradients(model, run, count)]))
     found.append(Moment(OPTIMIZER, [*resting, _update(model, run, count)]))
     return found
+
+
+def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
+    """Moments of a rank of FSDP2, which has no pipeline: sharded gradients come, and activations go, layer by layer.
+
+    Between the second layer of the backward pass and the last but one, memory grows or falls evenly.
+    """
+    count = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1)
+    resting, inputs = list(_shards_of_fsdp2(model, run, count)), list(_inputs(model, run, 0))
+    forward = _whole_of_fsdp2(model, run, 1, 0)[:1]
+    yield Moment(HEAD, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _head(model, run)])
+    last = model.num_layers - 1
+    for done in sorted({0, min(1, last), max(0, last - 1), last}):
+        for moment in _layer_of_fsdp2(model, run, done):
+            yield moment._replace(items=[*resting, *inputs, *moment.items])
+    root = _root_of_fsdp2(model, run)
+    copies = 8 if run.implementation == "cpu" else 4 + run.itemsize  # in float32, and gloo's or those in the dtype
+    gathered = _whole_of_fsdp2(model, run, 0, model.num_layers)[0]
+    shards = run.shards("grads")
+    size = 0 if run.shards_on_host else 4 * count // shards
+    sharded = MemoryItem("gradients", size, f"4 bytes (float32) / {shards} data x context ranks that shard it")
+    whole = MemoryItem(GRADIENTS, root * copies, f"{root:,} numbers of the output layer")
+    yield Moment(REDUCTION, [*resting, gathered, sharded, whole])
+    yield Moment(OPTIMIZER, [*resting, sharded, _update(model, run, count)])
+
+
+def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[Moment]:
+    """Moments of the backward pass of a layer, with `done` layers behind it, without shards and inputs."""
+    tensor, on_cpu = run.tensor_model_parallel_size, run.implementation == "cpu"
+    layer, ahead = model.layer_parameters(tensor), done < model.num_layers - 1
+    layers, residual = _LayerCounts(model, run, done), _residual(model, run)
+    whole = _whole_of_fsdp2(model, run, 1 + ahead, done)
+
+    def gradients(numbers: int, formula: str, size: int = run.itemsize) -> MemoryItem:
+        return MemoryItem("gradients of a layer", numbers * size, f"{numbers:,} numbers{formula}")
+
+    if on_cpu and ahead:
+        copy = MemoryItem(
+            "gloo's copy", layer * run.itemsize, f"1 layer of {layer:,} parameters x {run.itemsize} bytes"
+        )
+        yield Moment(GATHER, [*whole, *layers.kept(1), residual, copy])
+    yield Moment(MLP, [*whole, *layers.at_work(1, 0), _mlp_backward(model, run)])
+    later = [*whole, *layers.at_work(1, 1), residual]
+    product = model.hidden_size * (model.queries + 2 * model.keys) // tensor
+    buffers = MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
+    yield Moment(ATTENTION, [*later, gradients(layer - product, ""), buffers])
+    yield Moment(END, [*later, gradients(layer, ""), _first_product(model, run)])
+    reduced = _whole_of_fsdp2(model, run, int(ahead), done + 1)
+    copies = gradients(layer, ", copied while they are summed", 4 if on_cpu else run.itemsize)
+    yield Moment(REDUCTION, [*reduced, *_LayerCounts(model, run, done + 1).kept(1), residual, copies])
+
+
+def _shards_of_fsdp2(model: ModelShape, run: TrainConfig, count: int) -> Iterator[MemoryItem]:
+    """Weights and moments of a rank; none on the device if they are in host memory."""
+    shards = run.shards("params")
+    by = f" / {shards} data x context ranks that shard it" if shards > 1 else ""
+    there = not run.shards_on_host
+    yield MemoryItem("weights", there * count * 4 // shards, f"{count:,} parameters x 4 bytes{by}")
+    yield MemoryItem("optimizer", there * count * 8 // shards, f"8 bytes (two moments){by}")
+
+
+def _whole_of_fsdp2(model: ModelShape, run: TrainConfig, layers: int, done: int) -> list[MemoryItem]:
+    """Gathered weights, sharded gradients and whole ones, with `layers` gathered and `done` differentiated."""
+    layer = model.layer_parameters(run.tensor_model_parallel_size)
+    root, shards = _root_of_fsdp2(model, run), run.shards("grads")
+    gathered = layers * layer + root
+    formula = f"({layers} layers of {layer:,} parameters + {root:,}) x {run.itemsize} bytes"
+    newest = layer if done else 0
+    if run.shards_on_host:  # but for what is being copied there
+        numbers = newest
+    elif run.micro_batches > 1:  # those of micro batches before, to which the newest are added
+        numbers = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1) + newest
+    else:
+        numbers = done * layer
+    waiting = 4 * layer * (done > 0) + root * run.itemsize
+    return [
+        MemoryItem(GATHERED, gathered * run.itemsize, formula),
+        MemoryItem("gradients", 4 * numbers // shards, f"4 bytes (float32) x {numbers:,} / {shards} ranks"),
+        MemoryItem(GRADIENTS, waiting, f"of the layer before in float32, and {root:,} of the output layer"),
+    ]
+
+
+def _root_of_fsdp2(model: ModelShape, run: TrainConfig) -> int:
+    """Numbers outside of layers that are gathered for a whole step: an embedding of its own is not."""
+    layers = model.num_layers * model.layer_parameters(run.tensor_model_parallel_size)
+    whole = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1) - layers
+    if model.untie_embeddings_and_output_weights:
+        whole -= model.padded_vocab_size * model.hidden_size // run.tensor_model_parallel_size
+    return whole
+
+
+def _first_product(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    """Gradients in the first product of attention, less what attention kept for itself."""
+    w = Widths(model, run)
+    numbers = w.queries + 2 * w.keys + w.hidden
+    kept = {part.name: part.bytes for part in saved_bytes.attention_parts(model, run)}
+    size = run.tokens * w.size * numbers - kept.get("core_attention", 0)
+    return MemoryItem(BUFFERS, size, "gradients in the first product, less what attention kept")
 
 
 def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
@@ -110,13 +211,10 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     layer = model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
-    kept = 4 if run.use_torch_fsdp2 else dtype
-    yield MemoryItem("weights", count * kept // over["params"], f"{count:,} parameters x {kept} bytes{by['params']}")
+    yield MemoryItem("weights", count * dtype // over["params"], f"{count:,} parameters x {dtype} bytes{by['params']}")
     if over["params"] > 1:
-        layers = 2 if run.use_torch_fsdp2 else _layers_within(GATHERED_AHEAD, model, run)
+        layers = _layers_within(GATHERED_AHEAD, model, run)
         whole = count - model.num_layers // run.pipeline_model_parallel_size * layer  # embedding, output layer, norm
-        if run.use_torch_fsdp2 and model.untie_embeddings_and_output_weights:  # it gathers the embedding by itself
-            whole -= model.padded_vocab_size * model.hidden_size
         size, formula = layers * layer + whole, f"({layers} layers of {layer:,} parameters + {whole:,}) x {dtype} bytes"
         yield MemoryItem(GATHERED, size * dtype, formula)
         if run.implementation == "cpu":
@@ -124,7 +222,7 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
     if over["grads"] > 1:
         yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
-    state, parts = (12, "float32 copy and two moments") if kept == 2 else (8, "two moments")
+    state, parts = (12, "float32 copy and two moments") if dtype == 2 else (8, "two moments")
     optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
     if run.optimizer_on_host:
         optimizer = round(optimizer * (1 - run.optimizer_on_host))
@@ -181,11 +279,14 @@ def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryI
 
 
 class _LayerCounts:
-    """Layers of a stage in a micro batch: kept whole, recomputed in groups, and at work in a recomputation."""
+    """Layers of a stage in a micro batch: kept whole, recomputed in groups, and at work in a recomputation.
 
-    def __init__(self, model: ModelShape, run: TrainConfig) -> None:
+    `done` layers are differentiated already.
+    """
+
+    def __init__(self, model: ModelShape, run: TrainConfig, done: int = 0) -> None:
         self.model, self.run = model, run
-        layers = model.num_layers // run.pipeline_model_parallel_size
+        layers = model.num_layers // run.pipeline_model_parallel_size - done
         each = run.recompute_num_layers or 0
         self.whole, self.recomputed, self.groups, self.working = layers, 0, 0, 0
         if run.recompute_granularity != "full" or not each:
@@ -218,7 +319,7 @@ class _LayerCounts:
             copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
             counted = (not self.run.offload_checkpoints) + (not copies)
             # The checkpoint has the gradient of the output until all of the layer is differentiated.
-            size = (1 + done - counted) * _hidden(self.model, self.run)
+            size = (1 - counted) * _hidden(self.model, self.run)
             formula = "input and the gradient of the output, less what is counted already"
             yield MemoryItem("ends of the layer at work", size, formula)
         if self.groups > 1 and (ahead := saved_bytes.fetched_ahead(self.model, self.run, self.working)):

@@ -24,7 +24,8 @@ class TrainConfig:
             `--use-distributed-optimizer` (ZeRO 1), "optim_grads" ZeRO 2, "optim_grads_params" ZeRO 3 or FSDP.
         num_distributed_optimizer_instances: copies of the sharded state.
         use_torch_fsdp2: sharded weights are float32, and the optimizer has no copy of them.
-        optimizer_cpu_offload: the optimizer of `optimizer_offload_fraction` of the parameters is in host memory.
+        optimizer_cpu_offload: the optimizer of `optimizer_offload_fraction` of the parameters is in host memory; with
+            FSDP2 also the shards of weights and gradients.
         recompute_modules: the parts of layers that selective recomputation computes again; none: core attention.
         recompute_whitelist: the modules whose outputs full recomputation keeps.
         offload_checkpoints, offload_kept: the inputs of recomputed layers and those outputs are in host memory.
@@ -176,6 +177,11 @@ class TrainConfig:
     def optimizer_on_host(self) -> float:
         """The share of the parameters whose optimizer is in host memory."""
         return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
+    @property
+    def shards_on_host(self) -> bool:
+        """Whether FSDP2 keeps its shards of weights and gradients in host memory, beside the optimizer."""
+        return self.use_torch_fsdp2 and self.optimizer_cpu_offload
 
     @property
     def turns(self) -> int:

@@ -12,6 +12,8 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 def check_sharding(args: Arguments) -> Iterator[UsageError]:
     """The errors about flags of data-parallel sharding that cannot be combined."""
     yield from _check_instances(args)
+    if args.optimizer_cpu_offload:
+        yield from _check_optimizer_on_host(args)
     if args.use_megatron_fsdp:
         yield from _check_megatron_fsdp(args)
     if args.use_megatron_fsdp or args.use_torch_fsdp2:
@@ -36,6 +38,25 @@ def _check_instances(args: Arguments) -> Iterator[UsageError]:
     if instances > 1 and args.data_parallel_sharding_strategy == "optim":
         why = "Megatron-FSDP computes wrong gradients with several instances that shard only the optimizer"
         yield refusal(args, name, why, data_parallel_sharding_strategy="optim_grads")
+
+
+def _check_optimizer_on_host(args: Arguments) -> Iterator[UsageError]:
+    name = "optimizer_cpu_offload"
+    if not args.use_torch_fsdp2:
+        if not (args.use_precision_aware_optimizer and args.bf16):
+            needed = [("--use-precision-aware-optimizer", args.use_precision_aware_optimizer), ("--bf16", args.bf16)]
+            missing = " ".join(flag for flag, given in needed if not given)
+            yield refusal(args, name, f"needs {missing}, or --use-torch-fsdp2; add that or leave this out")
+        return
+    if args.tensor_model_parallel_size > 1:
+        why = "gradients that are on the host cannot be summed over tensor-parallel ranks"
+        yield refusal(args, name, f"with --use-torch-fsdp2 {why}", tensor_model_parallel_size=1)
+    for other, all_of_it in (("optimizer_offload_fraction", 1.0), ("overlap_cpu_optimizer_d2h_h2d", False)):
+        if getattr(args, other) != all_of_it:
+            why = (
+                "not supported with --use-torch-fsdp2, which keeps all in host memory and overlaps copies; leave it out"
+            )
+            yield refusal(args, other, why)
 
 
 def _check_megatron_fsdp(args: Arguments) -> Iterator[UsageError]:

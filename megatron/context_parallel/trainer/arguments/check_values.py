@@ -181,11 +181,12 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
     if args.fp16 and not (gpus or args.dry_run):
         yield refusal(args, "fp16", "needs a GPU, and this host has none; give --bf16, or neither")
-    if args.optimizer_cpu_offload and not args.dry_run:
+    has_all_it_needs = args.use_torch_fsdp2 or (args.use_precision_aware_optimizer and args.bf16)
+    if args.optimizer_cpu_offload and has_all_it_needs and not args.dry_run:
         if not gpus:
             why = "needs a GPU; on this host the optimizer is in host memory already; leave it out"
             yield refusal(args, "optimizer_cpu_offload", why)
-        elif why := why_not_importable():
+        elif not args.use_torch_fsdp2 and (why := why_not_importable()):
             yield refusal(args, "optimizer_cpu_offload", f"needs Transformer Engine: {why}; leave it out")
     if args.distributed_backend == "nccl" and not (gpus or args.dry_run):
         yield refusal(args, "distributed_backend", "needs GPUs, and this host has none", distributed_backend="gloo")

@@ -78,7 +78,7 @@ def rows_of(parameter: Tensor) -> RowSharding | None:
     if not isinstance(parameter, DTensor):
         return None
     group = parameter.device_mesh.get_group(next(i for i, x in enumerate(parameter.placements) if x.is_shard()))
-    mine = torch.tensor([len(parameter.to_local())], device=parameter.to_local().device)
+    mine = torch.tensor([len(parameter.to_local())], device=torch.cuda.current_device())  # the rows may be on the host
     counts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, mine, group)
     return RowSharding(group, [int(count) for count in counts])
@@ -95,7 +95,7 @@ def gather_rows(tensor: Tensor, rows: RowSharding | None, dtype: torch.dtype) ->
     if not rows:
         return tensor.to(device="cpu", dtype=dtype)
     local = _local(tensor)
-    padded = local.new_zeros(max(rows.counts), *tensor.shape[1:])
+    padded = local.new_zeros(max(rows.counts), *tensor.shape[1:], device=torch.cuda.current_device())
     padded[: len(local)] = local
     gathered = [torch.empty_like(padded) for _ in rows.counts]
     dist.all_gather(gathered, padded, rows.group)

@@ -332,9 +332,8 @@ class Distributed(FlagSection, title="distributed"):
     sequence_parallel: bool = flag("also split norms and residuals; off with one tensor-parallel rank", False)
     use_distributed_optimizer: bool = flag("shard the optimizer over data and context ranks (ZeRO 1)", False)
     optimizer_cpu_offload: bool = flag(
-        "keep and update the optimizer in host memory",
+        "keep and update the optimizer in host memory; with FSDP2 also the shards of weights and gradients",
         False,
-        needs="use_precision_aware_optimizer bf16",
         excludes="use_megatron_fsdp",
     )
     use_precision_aware_optimizer: bool = flag(

@@ -35,6 +35,7 @@ from megatron.context_parallel.trainer.config.samples import decay_samples, trai
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 from .data_parallel import DataParallel, wrap
+from .host_optimizer import HostOptimizer
 
 
 def build_model(args: Arguments) -> list[DataParallel]:
@@ -191,9 +192,12 @@ def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[Megatro
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
     given = fields_given(args, OptimizerConfig)
     if args.use_torch_fsdp2:  # its weights are already float32
-        given |= {"bf16": False, "params_dtype": torch.float32}
+        given |= {"bf16": False, "params_dtype": torch.float32, "optimizer_cpu_offload": False}
     config = OptimizerConfig(**given)
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+    if args.use_torch_fsdp2 and args.optimizer_cpu_offload:
+        (part,) = optimizer.chained_optimizers
+        optimizer = HostOptimizer(part)
     if args.fp16:
         model[0].config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(

@@ -14,7 +14,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.transformer import TransformerConfig, TransformerLayer
 from torch import Tensor
 from torch.distributed import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from megatron.context_parallel.patches.cpu_host import on_cpu_mesh
 from megatron.context_parallel.patches.megatron_data_parallel import BaseDataParallel
@@ -24,8 +24,11 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 class TorchFSDP2(BaseDataParallel):
     """`--use-torch-fsdp2`: each rank keeps its rows of every weight, gradient and moment in float32.
 
-    Layers are gathered in the model's dtype when they are needed. megatron-core's own FSDP2 wrapper averages gradients,
-    but `calculate_per_token_loss` needs their sum, and the wrapper cannot scale by the token count.
+    Layers are gathered in the model's dtype when they are needed. With `--optimizer-cpu-offload` the rows are in host
+    memory: weights are copied to the device to be gathered, and summed gradients back.
+
+    megatron-core's own FSDP2 wrapper averages gradients, but `calculate_per_token_loss` needs their sum. It cannot
+    scale by the token count either.
     """
 
     def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
@@ -34,21 +37,27 @@ class TorchFSDP2(BaseDataParallel):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         mesh = DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
         policy = MixedPrecisionPolicy(args.params_dtype, torch.float32, cast_forward_inputs=False)
+        self.on_host = args.optimizer_cpu_offload
+        place = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if self.on_host else OffloadPolicy()
         marks = {name: vars(parameter) for name, parameter in module.named_parameters()}
         # A tied embedding is gathered with the whole model: the output layer needs it too.
         kinds = (TransformerLayer, *((LanguageModelEmbedding,) if args.untie_embeddings_and_output_weights else ()))
         units = [unit for unit in module.modules() if isinstance(unit, kinds)]
         for unit in (*units, module):
-            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+            sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
             assert isinstance(sharded, FSDPModule)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+            if isinstance(unit, LanguageModelEmbedding):
+                sharded.set_unshard_in_backward(False)  # its gradient does not depend on its weights
         for name, parameter in module.named_parameters():
             vars(parameter).update(marks[name])  # megatron-core's attributes, such as that of an embedding
 
     @torch.no_grad()
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients."""
+        if self.on_host:
+            scaling_factor = float(scaling_factor)  # of the device
         for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad *= scaling_factor
@@ -105,7 +114,8 @@ def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
     found: dict[str, tuple[ShardedBase, str]] = {}
     for name, entry in module.sharded_state_dict().items():  # type: ignore[operator]
         weight = weights.get(id(entry.data), "")
-        found[name] = (replace(entry, data=entry.data.to("meta")) if weight else entry, weight)
+        # Not a part of a graph: that would keep the whole weight.
+        found[name] = (replace(entry, data=entry.data.detach().to("meta")) if weight else entry, weight)
     return found
 
 

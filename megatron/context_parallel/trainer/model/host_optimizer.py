@@ -1,0 +1,56 @@
+"""The optimizer of weights that FSDP2 keeps in host memory: AdamW there, with the norm of gradients of all ranks."""
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megatron.context_parallel.patches.torch_foreach import norm_of_each, scale_each
+
+
+class HostOptimizer(FP32Optimizer):
+    """Updates rows of weights on the host, which are DTensors. Only the sum of squares of gradients goes to the device.
+
+    megatron-core's norm and clipping of gradients, and Transformer Engine's Adam, take tensors of a GPU only.
+
+    Args:
+        like: megatron-core's optimizer of the same weights, whose groups and settings this one takes.
+    """
+
+    def __init__(self, like: MegatronOptimizer) -> None:
+        config, given = like.config, like.optimizer
+        groups = [
+            {name: value for name, value in group.items() if name not in given.defaults} for group in given.param_groups
+        ]
+        how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
+        adam = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, **how)
+        super().__init__(adam, config, like.init_state_fn)
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, None]:
+        """Clips the gradients and updates the weights. Returns (True, gradient norm of all ranks, None)."""
+        norm = self.get_grad_norm()
+        scale = self.config.clip_grad / (norm + 1e-6)  # as megatron-core
+        if self.config.clip_grad > 0 and scale < 1:
+            scale_each(self._gradients(), scale)
+        self.optimizer.step()
+        return True, norm, None
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """The norm of the gradients of all ranks that share the weights."""
+        shares = self._gradients()
+        squares = torch.stack(norm_of_each(shares)).double().square().sum().to(torch.cuda.current_device())
+        dist.all_reduce(squares, group=self._mesh_group())
+        return float(squares) ** 0.5
+
+    def _gradients(self) -> list[Tensor]:
+        """This rank's rows of each gradient."""
+        return [parameter.grad.to_local() for parameter in self.get_parameters() if parameter.grad is not None]
+
+    def _mesh_group(self) -> dist.ProcessGroup:
+        weight = self.get_parameters()[0]
+        assert isinstance(weight, DTensor)
+        return weight.device_mesh.get_group()
