@@ -173,13 +173,10 @@ def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
     alone: list[tuple[str, list[Comm]]] = []
     messages: dict[str, list[Comm]] = {}
     for op in comm:
+        of_channel = messages.setdefault(op.channel, [])
         if isinstance(op, Message):
-            if op.channel in messages:
-                messages[op.channel].append(op)
-            else:
-                messages[op.channel] = [op]
+            of_channel.append(op)
         else:
-            messages.setdefault(op.channel, [])
             alone.append((op.channel, [op]))
     return alone + [(channel, ops) for channel, ops in messages.items() if ops]
 

@@ -302,10 +302,7 @@ class Machine:
             for key in op.reads(r):
                 operation.contributions[r, key] = held.pop(key) if key[0] in PARTIAL else held[key]
             for key in op.brings(r):
-                if key in arriving:
-                    arriving[key].append((operation, batch, op))
-                else:
-                    arriving[key] = [(operation, batch, op)]
+                arriving.setdefault(key, []).append((operation, batch, op))
         batch.operations = operations
         if self.buffered or previous is None or previous.done:
             self._start(batch)

@@ -66,10 +66,10 @@ def fullest(model: ModelShape, run: TrainConfig) -> tuple[int, Moment]:
 
 def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]:
     """All moments of a rank of pipeline stage `stage`, in their order after the forward pass of the layers."""
-    stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
-    count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
     if run.use_torch_fsdp2:
         return list(_moments_of_fsdp2(model, run))
+    stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
+    count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
     # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
     states = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
     inputs = states + list(_inputs(model, run, stage))
@@ -98,7 +98,7 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
 
     Between the second layer of the backward pass and the last but one, memory grows or falls evenly.
     """
-    count = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1)
+    count = _parameters_of_fsdp2(model, run)
     resting, inputs = list(_shards_of_fsdp2(model, run, count)), list(_inputs(model, run, 0))
     forward = _whole_of_fsdp2(model, run, 1, 0)[:1]
     yield Moment(HEAD, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _head(model, run)])
@@ -162,7 +162,7 @@ def _whole_of_fsdp2(model: ModelShape, run: TrainConfig, layers: int, done: int)
     if run.shards_on_host:  # but for what is being copied there
         numbers = newest
     elif run.micro_batches > 1:  # those of micro batches before, to which the newest are added
-        numbers = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1) + newest
+        numbers = _parameters_of_fsdp2(model, run) + newest
     else:
         numbers = done * layer
     waiting = 4 * layer * (done > 0) + root * run.itemsize
@@ -173,10 +173,15 @@ def _whole_of_fsdp2(model: ModelShape, run: TrainConfig, layers: int, done: int)
     ]
 
 
+def _parameters_of_fsdp2(model: ModelShape, run: TrainConfig) -> int:
+    """All parameters of the model, with the part of each tensor-parallel rank: neither stages nor experts split it."""
+    return model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1)
+
+
 def _root_of_fsdp2(model: ModelShape, run: TrainConfig) -> int:
     """Numbers outside of layers that are gathered for a whole step: an embedding of its own is not."""
     layers = model.num_layers * model.layer_parameters(run.tensor_model_parallel_size)
-    whole = model.parameters_on_stage(0, 1, run.tensor_model_parallel_size, 1) - layers
+    whole = _parameters_of_fsdp2(model, run) - layers
     if model.untie_embeddings_and_output_weights:
         whole -= model.padded_vocab_size * model.hidden_size // run.tensor_model_parallel_size
     return whole

@@ -40,13 +40,19 @@ def _check_instances(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, name, why, data_parallel_sharding_strategy="optim_grads")
 
 
+def missing_for_optimizer_on_host(args: Arguments) -> str:
+    """The flags that `--optimizer-cpu-offload` needs and that are not given; with FSDP2 it needs none."""
+    if args.use_torch_fsdp2:
+        return ""
+    needed = [("--use-precision-aware-optimizer", args.use_precision_aware_optimizer), ("--bf16", args.bf16)]
+    return " ".join(flag for flag, given in needed if not given)
+
+
 def _check_optimizer_on_host(args: Arguments) -> Iterator[UsageError]:
     name = "optimizer_cpu_offload"
+    if missing := missing_for_optimizer_on_host(args):
+        yield refusal(args, name, f"needs {missing}, or --use-torch-fsdp2; add that or leave this out")
     if not args.use_torch_fsdp2:
-        if not (args.use_precision_aware_optimizer and args.bf16):
-            needed = [("--use-precision-aware-optimizer", args.use_precision_aware_optimizer), ("--bf16", args.bf16)]
-            missing = " ".join(flag for flag, given in needed if not given)
-            yield refusal(args, name, f"needs {missing}, or --use-torch-fsdp2; add that or leave this out")
         return
     if args.tensor_model_parallel_size > 1:
         why = "gradients that are on the host cannot be summed over tensor-parallel ranks"

@@ -17,7 +17,7 @@ from megatron.context_parallel.trainer.config.samples import decay_samples, warm
 
 from .check_experts import check_experts
 from .check_recompute import check_recompute
-from .check_sharding import check_sharding
+from .check_sharding import check_sharding, missing_for_optimizer_on_host
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -181,8 +181,7 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield UsageError(f"LOCAL_WORLD_SIZE={local}: {why}")
     if args.fp16 and not (gpus or args.dry_run):
         yield refusal(args, "fp16", "needs a GPU, and this host has none; give --bf16, or neither")
-    has_all_it_needs = args.use_torch_fsdp2 or (args.use_precision_aware_optimizer and args.bf16)
-    if args.optimizer_cpu_offload and has_all_it_needs and not args.dry_run:
+    if args.optimizer_cpu_offload and not missing_for_optimizer_on_host(args) and not args.dry_run:
         if not gpus:
             why = "needs a GPU; on this host the optimizer is in host memory already; leave it out"
             yield refusal(args, "optimizer_cpu_offload", why)

@@ -21,9 +21,12 @@ class HostOptimizer(FP32Optimizer):
 
     def __init__(self, like: MegatronOptimizer) -> None:
         config, given = like.config, like.optimizer
-        groups = [
-            {name: value for name, value in group.items() if name not in given.defaults} for group in given.param_groups
-        ]
+        groups = []
+        for group in given.param_groups:
+            own = dict(group)
+            for name in given.defaults:
+                own.pop(name, None)
+            groups.append(own)
         how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
         adam = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, **how)
         super().__init__(adam, config, like.init_state_fn)
