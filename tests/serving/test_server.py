@@ -472,7 +472,8 @@ def test_a_logit_that_is_no_number_ends_one_request(server):
 
 def test_no_parameter_of_one_request_ends_the_server(server):
     worker, port, _ = server
-    for odd in ({"temperature": 1e-310}, {"temperature": 1e-320, "top_k": 2}, {"top_k": 10**30}, {"top_p": 1e-320}):
+    odds = [{"temperature": 1e-310}, {"temperature": 1e-320, "top_k": 2}, {"top_k": 10**30}, {"top_p": 1e-320}]
+    for odd in [*odds, {"top_k": -1}]:
         status, _, text = call(port, "/v1/completions", GOOD | odd)
         assert status == 200 and json.loads(text)["choices"][0]["text"] == "Gr", (odd, text)
     assert worker.loop.engine.idle
