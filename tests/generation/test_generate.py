@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import tokenizers
@@ -180,6 +182,21 @@ def test_text_never_splits_a_character_and_loses_none():
     assert [piece for piece in out if piece][:5] == ["a", "é", "€", "😀", " "]
     broken, _ = pieces(b"a\xf0\x9f\x80b\xe2\x82")
     assert "".join(broken) == b"a\xf0\x9f\x80b\xe2\x82".decode(errors="replace")
+
+
+@pytest.mark.parametrize("decoder", [tokenizers.decoders.Metaspace(), tokenizers.decoders.Strip(" ", 1, 0)])
+def test_words_behind_special_tokens_keep_their_spaces(decoder):
+    """These decoders take the space from the first word of what they decode."""
+    words = {"<s>": 0, "\u2581a": 1, "\u2581": 2, "b": 3}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="b"))
+    parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.Fuse(), decoder]
+    library.decoder = decoder if "Metaspace" in str(decoder) else tokenizers.decoders.Sequence(parts)
+    fast = PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>")
+    decode = partial(fast.decode, skip_special_tokens=True)
+    for before, text in product([[0], [1, 3], [3, 0]], product(words.values(), repeat=4)):
+        stream = TextStream(decode, (), before)
+        found = "".join([*map(stream.push, text), stream.finish()])
+        assert decode(before) + found == decode([*before, *text]), (before, text)
 
 
 def test_text_ends_before_the_first_stop_string():
