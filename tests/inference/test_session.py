@@ -256,9 +256,12 @@ KINDS = [
     ("rope", {}),
     ("rope", {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}),
     ("learned_absolute", {"add_bias_linear": True, "normalization": "LayerNorm", "qk_layernorm": True}),
+    ("rope", {"add_bias_linear": True, "bias_activation_fusion": True}),
 ]
+EAGER = torch.compiler.set_stance("force_eager")  # the fusion is compiled
 
 
+@EAGER
 def _plain_layers() -> None:
     """Steps without modules give the logits of steps with modules, also when weights change or are replaced."""
     start()
@@ -287,6 +290,7 @@ def test_steps_of_plain_layers(ranks):
     ranks(1, _plain_layers)
 
 
+@EAGER
 def _frozen() -> None:
     """Packed weights give the same logits, in prompts, in steps of all numbers of rows, and of ranks without rows."""
     start()
