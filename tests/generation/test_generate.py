@@ -261,7 +261,7 @@ class Letters:
     has_chat = False
     pieces = [chr(256 + token).encode() for token in range(400)]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
         return [ord(character) - 256 for character in text]
 
     def decode(self, tokens: list[int]) -> str:
@@ -654,3 +654,19 @@ def test_a_conversation_goes_on_in_the_cache(capsys, monkeypatch):
     assert lines[:2] == [letters(30, 31, 32), letters(34, 35, 36)] and "the conversation ends here" in lines[2]
     # 20 tokens, two of the three of the answer; then the third and one more.
     assert [sum(step.values()) for step in loop.engine.cache.steps] == [20, 1, 1, 2, 1, 1]
+
+
+class Begun(Letters):
+    """Token 1 comes before each prompt."""
+
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
+        return ([1] if special is None else []) + super().encode(text)
+
+
+def test_a_conversation_begins_once(capsys, monkeypatch):
+    said = iter([letters(9, 9), letters(8), letters(*[7] * 200)])
+    monkeypatch.setattr("builtins.input", lambda mark: next(said))
+    flags = command.read_flags(["--load", "x", "--interactive", "--max-new-tokens", "2", "--top-k", "1"])
+    loop = RankLoop(Engine(Fixed(200).session, Begun(), 512))
+    command.converse(flags, loop)
+    assert [*loop.engine.cache.sequences.values()][-1] == [1, 9, 9, 13, 14, 8, 16]
