@@ -88,6 +88,7 @@ def test_a_draw_at_the_end_of_the_sum_is_a_token_that_can_come(monkeypatch):
     [
         ({"top_k": 3}, range(1, 20)),
         ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.8, "top_k": 64}, range(40)),
         ({"top_p": 0.99}, range(1, 40)),
         ({"top_k": 9}, [40]),
         ({"top_k": 30, "top_p": 0.5}, [40]),
