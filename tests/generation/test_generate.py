@@ -140,7 +140,7 @@ def test_rules_change_logits_as_defined():
     assert ruled(Rules(logit_bias=[(0, 9.0), (2, -100.0)])) == [9.0, 1.0, -97.0, 2.0, -math.inf]
     # The bias is added before penalties, as vLLM does.
     assert ruled(Rules(logit_bias=[(1, 3.0)], repetition_penalty=2.0), text=[1])[1] == 2.0
-    assert ruled(Rules(min_tokens=2), text=[0], ends=[1]) == [0.0, -math.inf, 3.0, 2.0, -math.inf]
+    assert ruled(Rules(min_tokens=2), text=[0], ends=[1, 9]) == [0.0, -math.inf, 3.0, 2.0, -math.inf]
     assert ruled(Rules(min_tokens=2), text=[0, 0], ends=[1]) == LOGITS.tolist()
     only = torch.tensor([False, True, False, False, False])
     assert ruled(Rules(min_tokens=2), ends=[1], allowed=only)[:3] == [-math.inf, 1.0, -math.inf]
