@@ -351,6 +351,7 @@ BAD = [
     (400, "prompt[1]: not supported; give a text", GOOD | {"prompt": [[1], []]}),
     (400, "prompt[0]: -1 is not supported; give a text", GOOD | {"prompt": [-1]}),
     (400, "logit_bias: 'x' is no token; give numbers as text", GOOD | {"logit_bias": {"x": 1}}),
+    (400, "logit_bias: '065' is no token; give numbers as text", GOOD | {"logit_bias": {"65": 1, "065": 1}}),
     (404, "'other'", GOOD | {"model": "other"}),
     *[
         (400, name, GOOD | {name: value})
