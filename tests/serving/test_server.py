@@ -13,9 +13,10 @@ import pytest
 import yaml
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.context_parallel.inference.engine import Engine, Request
+from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.rules import Rules
+from megatron.context_parallel.inference.sampling import Token
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.integration.vllm.wire import Place, Ticket, digest_of_tokens
 from megatron.context_parallel.serving import structured
@@ -25,6 +26,7 @@ from megatron.context_parallel.serving.handoff import Tickets
 from megatron.context_parallel.serving.listen import bind, serve_in_thread
 from megatron.context_parallel.serving.metrics import Metrics
 from megatron.context_parallel.serving.protocol import Chat, Completion, Limits, Refused, read
+from megatron.context_parallel.serving.reply import Completions
 from megatron.context_parallel.serving.token_texts import Offsets, TokenTexts
 from megatron.context_parallel.serving.tool_calls import CallReader
 from megatron.context_parallel.serving.worker import Worker
@@ -124,6 +126,20 @@ def test_prompts_are_repeated_and_scored(server):
     assert [chunk.choices[0].text for chunk in chunks] == ["1234Größe:", " "]
     assert len(chunks[0].choices[0].logprobs.tokens) == 12
     assert ask(model="parrot", prompt="1234", echo=True, max_tokens=2).choices[0].text == "1234Gr"
+
+
+def test_offsets_are_those_of_a_text_without_its_first_space():
+    pieces, prompt = [b"", b" a", b"b"], [0, 1, 2, 1]
+
+    def decode(tokens: list[int]) -> str:
+        return b"".join([pieces[token] for token in tokens]).decode().removeprefix(" ")
+
+    request = Request("x-0", prompt, SamplingParams(num_tokens_to_generate=2))
+    texts = Completions("x", "parrot", [request], 1, True, decode, TokenTexts(pieces), echo=True)
+    texts.add(RequestOutput("x-0", (Token(2),), "b", first=True, prompt=tuple(Token(token) for token in prompt[1:])))
+    texts.add(RequestOutput("x-0", (Token(1),), " a", "length"))
+    (choice,) = texts.whole()["choices"]
+    assert choice["text"] == "ab ab a" and choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 4, 5]
 
 
 def test_rules_of_a_request_reach_its_text(server):
