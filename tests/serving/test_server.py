@@ -217,7 +217,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 def test_messages_of_every_role_reach_the_template(tmp_path):
     llama_case.save_tokenizer(tmp_path, chat=True)
     (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}={{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% for m in messages %}{{ m.role }}{{ m.name }}={{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}{{ c.function.arguments.at }}{% endfor %}{{ m.tool_call_id }};{% endfor %}"
         "{{ tools[0].function.name }}{{ mood }}"
     )
@@ -235,7 +235,7 @@ def test_messages_of_every_role_reach_the_template(tmp_path):
     ]
     body = SAID | {"messages": messages, "tools": [LOOK], "chat_template_kwargs": {"mood": "!"}}
     _, (tokens,) = read(Chat, json.dumps(body).encode(), tokenizer, Limits("parrot", 1000, 1 << 16))
-    assert tokenizer.decode(tokens) == "system=be;user=hi;assistant=looksky;tool=blue1;assistant=;look!"
+    assert tokenizer.decode(tokens) == "system=be;userAnn=hi;assistant=looksky;tool=blue1;assistant=;look!"
     with pytest.raises(Refused, match="chat_template_kwargs: 'chat_template' is no variable"):
         read(
             Chat,
