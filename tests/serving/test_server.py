@@ -639,7 +639,8 @@ def test_prefill_for_a_decoder():
         wait_until(lambda: [*engine.pinned] == [ticket.id] and engine.idle)
         wait_until(lambda: "handoffs_pinned 1.0" in call(port, "/metrics")[2])
         worker.release(ticket.id)
-        wait_until(lambda: not engine.pinned)
+        wait_until(lambda: "handoffs_pinned 0.0" in call(port, "/metrics")[2])
+        assert 'passes_total{variant=""} 1.0' in call(port, "/metrics")[2]  # a release is none
         chat = {"model": "parrot", "messages": SAID["messages"], "kv_transfer_params": PREFILL, "max_tokens": 1}
         other = Ticket.of(json.loads(call(port, "/v1/chat/completions", chat)[2])["kv_transfer_params"])
         assert other and other.id != ticket.id
