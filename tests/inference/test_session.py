@@ -336,7 +336,7 @@ def _hooked() -> list[int]:
         layers(lambda of: of.decoder.layers[0].mlp.register_forward_hook(scaled)),
         layers(lambda of: of.embedding.word_embeddings.register_forward_pre_hook(lambda module, given: None)),
         layers(replace),
-        layers(lambda of: of.output_layer.register_forward_hook(lambda *given: (1.1 * given[2][0], None))),
+        layers(lambda of: of.output_layer.register_forward_hook(lambda *given: (1.2 * given[2][0], None))),
     ]
 
 

@@ -131,8 +131,8 @@ def _equal(cached: CachedModel, layers: list[DecodeLayer]) -> bool:
     found = step(tokens, positions, angles)
     vocabulary = getattr(model, "vocabulary", model.vocab_size)
     expected, found = expected[:, :vocabulary].float(), found[:, :vocabulary].float()
-    # In 16 bits both round at the same places. In 32 bits, products of few rows add in another order.
-    roundings = 4 if parameter.dtype.itemsize == 2 else 100
+    # In 16 bits a fused kernel may round elsewhere. In 32 bits, products of few rows add in another order.
+    roundings = 16 if parameter.dtype.itemsize == 2 else 100
     return bool((found - expected).norm() <= roundings * torch.finfo(parameter.dtype).eps * expected.norm())
 
 
