@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import parallel_state
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import convert_hf
 from megatron.context_parallel.convert.to_huggingface import to_folder
+from megatron.context_parallel.inference.tokenizer import HuggingFaceTokenizer
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
 from tests.support import training_case
 from tests.support.convert_case import check_flags_file, convert, finetune
-from tests.support.llama_case import VOCABULARY, load_llama, save_llama
+from tests.support.llama_case import VOCABULARY, load_llama, save_llama, save_tokenizer
 
 PP, CP = "pipeline_model_parallel_size", "context_parallel_size"
 
@@ -73,6 +74,18 @@ def test_finetuning_from_them_on_any_ranks_and_what_is_trained_goes_back(ranks, 
     assert (ours - theirs).norm() < 1e-5 * theirs.norm()
     first, last = SafetensorsFolder(tmp_path / "hf"), SafetensorsFolder(tmp_path / "back")
     assert all(not torch.equal(first.read(name), last.read(name)) for name in first.names)  # it was trained
+
+
+def test_the_tokenizer_and_all_end_tokens_come_back(ranks, tmp_path):
+    save_llama(tmp_path / "hf", "llama3", vocab_size=259)
+    save_tokenizer(tmp_path / "hf", chat=True)
+    GenerationConfig(eos_token_id=[2, 200], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "hf")
+    ranks(1, there_and_back, tmp_path)
+    first, last = (HuggingFaceTokenizer(str(tmp_path / name), special=True) for name in ("hf", "back"))
+    assert first.ends == last.ends == {2, 200}
+    said = [{"role": "user", "content": "a é"}]
+    assert last.encode("a é") == first.encode("a é") and last.chat(said) == first.chat(said)
+    assert GenerationConfig.from_pretrained(tmp_path / "back").temperature == 0.6
 
 
 @contextmanager

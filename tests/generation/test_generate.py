@@ -3,6 +3,8 @@
 import json
 import math
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import pytest
 import tokenizers
@@ -86,6 +88,7 @@ def test_a_draw_at_the_end_of_the_sum_is_a_token_that_can_come(monkeypatch):
     [
         ({"top_k": 3}, range(1, 20)),
         ({"top_p": 0.5}, [0]),
+        ({"top_p": 0.8, "top_k": 64}, range(40)),
         ({"top_p": 0.99}, range(1, 40)),
         ({"top_k": 9}, [40]),
         ({"top_k": 30, "top_p": 0.5}, [40]),
@@ -137,7 +140,7 @@ def test_rules_change_logits_as_defined():
     assert ruled(Rules(logit_bias=[(0, 9.0), (2, -100.0)])) == [9.0, 1.0, -97.0, 2.0, -math.inf]
     # The bias is added before penalties, as vLLM does.
     assert ruled(Rules(logit_bias=[(1, 3.0)], repetition_penalty=2.0), text=[1])[1] == 2.0
-    assert ruled(Rules(min_tokens=2), text=[0], ends=[1]) == [0.0, -math.inf, 3.0, 2.0, -math.inf]
+    assert ruled(Rules(min_tokens=2), text=[0], ends=[1, 9]) == [0.0, -math.inf, 3.0, 2.0, -math.inf]
     assert ruled(Rules(min_tokens=2), text=[0, 0], ends=[1]) == LOGITS.tolist()
     only = torch.tensor([False, True, False, False, False])
     assert ruled(Rules(min_tokens=2), ends=[1], allowed=only)[:3] == [-math.inf, 1.0, -math.inf]
@@ -180,6 +183,21 @@ def test_text_never_splits_a_character_and_loses_none():
     assert [piece for piece in out if piece][:5] == ["a", "é", "€", "😀", " "]
     broken, _ = pieces(b"a\xf0\x9f\x80b\xe2\x82")
     assert "".join(broken) == b"a\xf0\x9f\x80b\xe2\x82".decode(errors="replace")
+
+
+@pytest.mark.parametrize("decoder", [tokenizers.decoders.Metaspace(), tokenizers.decoders.Strip(" ", 1, 0)])
+def test_words_behind_special_tokens_keep_their_spaces(decoder):
+    """These decoders take the space from the first word of what they decode."""
+    words = {"<s>": 0, "\u2581a": 1, "\u2581": 2, "b": 3}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="b"))
+    parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.Fuse(), decoder]
+    library.decoder = decoder if "Metaspace" in str(decoder) else tokenizers.decoders.Sequence(parts)
+    fast = PreTrainedTokenizerFast(tokenizer_object=library, bos_token="<s>")
+    decode = partial(fast.decode, skip_special_tokens=True)
+    for before, text in product([[0], [1, 3], [3, 0]], product(words.values(), repeat=4)):
+        stream = TextStream(decode, (), before)
+        found = "".join([*map(stream.push, text), stream.finish()])
+        assert decode(before) + found == decode([*before, *text]), (before, text)
 
 
 def test_text_ends_before_the_first_stop_string():
@@ -244,7 +262,7 @@ class Letters:
     has_chat = False
     pieces = [chr(256 + token).encode() for token in range(400)]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
         return [ord(character) - 256 for character in text]
 
     def decode(self, tokens: list[int]) -> str:
@@ -637,3 +655,19 @@ def test_a_conversation_goes_on_in_the_cache(capsys, monkeypatch):
     assert lines[:2] == [letters(30, 31, 32), letters(34, 35, 36)] and "the conversation ends here" in lines[2]
     # 20 tokens, two of the three of the answer; then the third and one more.
     assert [sum(step.values()) for step in loop.engine.cache.steps] == [20, 1, 1, 2, 1, 1]
+
+
+class Begun(Letters):
+    """Token 1 comes before each prompt."""
+
+    def encode(self, text: str, special: bool | None = None) -> list[int]:
+        return ([1] if special is None else []) + super().encode(text)
+
+
+def test_a_conversation_begins_once(capsys, monkeypatch):
+    said = iter([letters(9, 9), letters(8), letters(*[7] * 200)])
+    monkeypatch.setattr("builtins.input", lambda mark: next(said))
+    flags = command.read_flags(["--load", "x", "--interactive", "--max-new-tokens", "2", "--top-k", "1"])
+    loop = RankLoop(Engine(Fixed(200).session, Begun(), 512))
+    command.converse(flags, loop)
+    assert [*loop.engine.cache.sequences.values()][-1] == [1, 9, 9, 13, 14, 8, 16]

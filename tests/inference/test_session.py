@@ -1,10 +1,13 @@
 """A model over the shared cache gives the tokens that it gives when it computes everything from the start."""
 
+from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
 from megatron.context_parallel import ContextParallel, UsageError
 from megatron.context_parallel.inference.batch_layout import BatchLayout
@@ -253,9 +256,12 @@ KINDS = [
     ("rope", {}),
     ("rope", {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False}),
     ("learned_absolute", {"add_bias_linear": True, "normalization": "LayerNorm", "qk_layernorm": True}),
+    ("rope", {"add_bias_linear": True, "bias_activation_fusion": True}),
 ]
+EAGER = torch.compiler.set_stance("force_eager")  # the fusion is compiled
 
 
+@EAGER
 def _plain_layers() -> None:
     """Steps without modules give the logits of steps with modules, also when weights change or are replaced."""
     start()
@@ -284,6 +290,7 @@ def test_steps_of_plain_layers(ranks):
     ranks(1, _plain_layers)
 
 
+@EAGER
 def _frozen() -> None:
     """Packed weights give the same logits, in prompts, in steps of all numbers of rows, and of ranks without rows."""
     start()
@@ -308,15 +315,33 @@ def test_packed_weights(ranks):
     ranks(2, _frozen)
 
 
-def _hooked() -> tuple[int, int]:
+def _hooked() -> list[int]:
+    """How many plain layers models in 16 bits have: one as it is, and some of which a part does a little more."""
     start()
-    of = session()
-    of.model.decoder.layers[0].mlp.register_forward_hook(lambda module, given, result: (2 * result[0], result[1]))
-    return len(of._layers), len(Session(of.model, of.cp, cache_tokens=8)._layers)
+
+    def scaled(module: torch.nn.Module, given: tuple, result: tuple) -> tuple:
+        return 1.01 * result[0], result[1]
+
+    def layers(change: Callable[[GPTModel], object]) -> int:
+        of = model(True).bfloat16()
+        change(of)
+        return len(Session(of, of.context_parallel, cache_tokens=8)._layers)
+
+    def replace(of: GPTModel) -> None:
+        mlp = of.decoder.layers[1].mlp
+        mlp.forward = partial(mlp.forward)
+
+    return [
+        layers(lambda of: None),
+        layers(lambda of: of.decoder.layers[0].mlp.register_forward_hook(scaled)),
+        layers(lambda of: of.embedding.word_embeddings.register_forward_pre_hook(lambda module, given: None)),
+        layers(replace),
+        layers(lambda of: of.output_layer.register_forward_hook(lambda *given: (1.2 * given[2][0], None))),
+    ]
 
 
 def test_a_model_with_hooks_calls_its_modules(ranks):
-    assert ranks(1, _hooked) == [(2, 0)]
+    assert ranks(1, _hooked) == [[2, 0, 0, 0, 0]]
 
 
 def _two_ranks() -> None:

@@ -114,6 +114,12 @@ SHAPES: Table = {
             "P2PCommunicator._communicate.prev_rank": "prev_rank = self.prev_rank",
         },
     },
+    "torch_hooks": {
+        "torch/nn/modules/module.py": {
+            "Module._forward_hooks": "_forward_hooks: dict[int, Callable]",
+            "Module._forward_pre_hooks": "_forward_pre_hooks: dict[int, Callable]",
+        },
+    },
     "torch_gpu_sleep": {"torch/cuda/__init__.py": {"_sleep": "cycles"}},
     "cpu_host": {
         "torch/utils/_device.py": {"_device_constructors": ""},

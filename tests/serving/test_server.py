@@ -13,9 +13,10 @@ import pytest
 import yaml
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron.context_parallel.inference.engine import Engine, Request
+from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.rules import Rules
+from megatron.context_parallel.inference.sampling import Token
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.integration.vllm.wire import Place, Ticket, digest_of_tokens
 from megatron.context_parallel.serving import structured
@@ -25,6 +26,7 @@ from megatron.context_parallel.serving.handoff import Tickets
 from megatron.context_parallel.serving.listen import bind, serve_in_thread
 from megatron.context_parallel.serving.metrics import Metrics
 from megatron.context_parallel.serving.protocol import Chat, Completion, Limits, Refused, read
+from megatron.context_parallel.serving.reply import Completions
 from megatron.context_parallel.serving.token_texts import Offsets, TokenTexts
 from megatron.context_parallel.serving.tool_calls import CallReader
 from megatron.context_parallel.serving.worker import Worker
@@ -126,6 +128,20 @@ def test_prompts_are_repeated_and_scored(server):
     assert ask(model="parrot", prompt="1234", echo=True, max_tokens=2).choices[0].text == "1234Gr"
 
 
+def test_offsets_are_those_of_a_text_without_its_first_space():
+    pieces, prompt = [b"", b" a", b"b"], [0, 1, 2, 1]
+
+    def decode(tokens: list[int]) -> str:
+        return b"".join([pieces[token] for token in tokens]).decode().removeprefix(" ")
+
+    request = Request("x-0", prompt, SamplingParams(num_tokens_to_generate=2))
+    texts = Completions("x", "parrot", [request], 1, True, decode, TokenTexts(pieces), echo=True)
+    texts.add(RequestOutput("x-0", (Token(2),), "b", first=True, prompt=tuple(Token(token) for token in prompt[1:])))
+    texts.add(RequestOutput("x-0", (Token(1),), " a", "length"))
+    (choice,) = texts.whole()["choices"]
+    assert choice["text"] == "ab ab a" and choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 4, 5]
+
+
 def test_rules_of_a_request_reach_its_text(server):
     ask = client(server[1]).completions.create
     greedy = {"model": "parrot", "prompt": "1234", "temperature": 0}
@@ -201,7 +217,7 @@ LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 def test_messages_of_every_role_reach_the_template(tmp_path):
     llama_case.save_tokenizer(tmp_path, chat=True)
     (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m.role }}={{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{% for m in messages %}{{ m.role }}{{ m.name }}={{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}{{ c.function.arguments.at }}{% endfor %}{{ m.tool_call_id }};{% endfor %}"
         "{{ tools[0].function.name }}{{ mood }}"
     )
@@ -219,7 +235,7 @@ def test_messages_of_every_role_reach_the_template(tmp_path):
     ]
     body = SAID | {"messages": messages, "tools": [LOOK], "chat_template_kwargs": {"mood": "!"}}
     _, (tokens,) = read(Chat, json.dumps(body).encode(), tokenizer, Limits("parrot", 1000, 1 << 16))
-    assert tokenizer.decode(tokens) == "system=be;user=hi;assistant=looksky;tool=blue1;assistant=;look!"
+    assert tokenizer.decode(tokens) == "system=be;userAnn=hi;assistant=looksky;tool=blue1;assistant=;look!"
     with pytest.raises(Refused, match="chat_template_kwargs: 'chat_template' is no variable"):
         read(
             Chat,
@@ -351,6 +367,7 @@ BAD = [
     (400, "prompt[1]: not supported; give a text", GOOD | {"prompt": [[1], []]}),
     (400, "prompt[0]: -1 is not supported; give a text", GOOD | {"prompt": [-1]}),
     (400, "logit_bias: 'x' is no token; give numbers as text", GOOD | {"logit_bias": {"x": 1}}),
+    (400, "logit_bias: '065' is no token; give numbers as text", GOOD | {"logit_bias": {"65": 1, "065": 1}}),
     (404, "'other'", GOOD | {"model": "other"}),
     *[
         (400, name, GOOD | {name: value})
@@ -472,7 +489,8 @@ def test_a_logit_that_is_no_number_ends_one_request(server):
 
 def test_no_parameter_of_one_request_ends_the_server(server):
     worker, port, _ = server
-    for odd in ({"temperature": 1e-310}, {"temperature": 1e-320, "top_k": 2}, {"top_k": 10**30}, {"top_p": 1e-320}):
+    odds = [{"temperature": 1e-310}, {"temperature": 1e-320, "top_k": 2}, {"top_k": 10**30}, {"top_p": 1e-320}]
+    for odd in [*odds, {"top_k": -1}]:
         status, _, text = call(port, "/v1/completions", GOOD | odd)
         assert status == 200 and json.loads(text)["choices"][0]["text"] == "Gr", (odd, text)
     assert worker.loop.engine.idle
@@ -621,7 +639,8 @@ def test_prefill_for_a_decoder():
         wait_until(lambda: [*engine.pinned] == [ticket.id] and engine.idle)
         wait_until(lambda: "handoffs_pinned 1.0" in call(port, "/metrics")[2])
         worker.release(ticket.id)
-        wait_until(lambda: not engine.pinned)
+        wait_until(lambda: "handoffs_pinned 0.0" in call(port, "/metrics")[2])
+        assert 'passes_total{variant=""} 1.0' in call(port, "/metrics")[2]  # a release is none
         chat = {"model": "parrot", "messages": SAID["messages"], "kv_transfer_params": PREFILL, "max_tokens": 1}
         other = Ticket.of(json.loads(call(port, "/v1/chat/completions", chat)[2])["kv_transfer_params"])
         assert other and other.id != ticket.id

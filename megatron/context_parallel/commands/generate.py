@@ -155,7 +155,8 @@ def converse(flags: Generate, loop: "RankLoop") -> None:
             print()
             return
         messages.append({"role": "user", "content": line})
-        tokens = engine.tokenizer.chat(messages) if chat else [*said, *engine.tokenizer.encode(line)]
+        special = False if said else None  # tokens such as BOS come before the first line only
+        tokens = engine.tokenizer.chat(messages) if chat else [*said, *engine.tokenizer.encode(line, special)]
         try:
             engine.check(tokens, flags.max_new_tokens)
         except UsageError as error:

@@ -25,7 +25,10 @@ from megatron.context_parallel.trainer.checkpoint.plain_read import plain_reads
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.meta_model import Done, bytes_of, chunk_of, shards_of
 
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.json", "merges.txt")
+_TEXT_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.json", "merges.txt"),
+    "generation_config.json",  # it may have more end tokens than config.json
+)
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -124,12 +127,12 @@ class _Into(DefaultLoadPlanner):
 
 
 def _add_tokenizer(args: Arguments, config: dict[str, Any], folder: Path) -> None:
-    """Copies the files of the run's tokenizer, and adds the ids of its special tokens to `config`."""
+    """Copies the files of the run's tokenizer and how its texts end, and adds the ids of special tokens to `config`."""
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return
     assert args.tokenizer_model
     source = Path(args.tokenizer_model)
-    for path in {path for pattern in _TOKENIZER_FILES for path in source.glob(pattern) if path.is_file()}:
+    for path in {path for pattern in _TEXT_FILES for path in source.glob(pattern) if path.is_file()}:
         shutil.copyfile(path, folder / path.name)
     if (source / "config.json").is_file():
         theirs = json.loads((source / "config.json").read_bytes())

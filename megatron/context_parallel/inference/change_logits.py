@@ -44,7 +44,8 @@ def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
         logits.masked_fill_(~allowed.to(logits.device), -math.inf)
     if len(so_far.text) < rules.min_tokens:
         without = logits.clone()
-        without[_indices(so_far.ends, logits)] = -math.inf
+        ends = {end for end in so_far.ends if end < len(logits)}  # a tokenizer may have more tokens than the model
+        without[_indices(ends, logits)] = -math.inf
         if allowed is None or (without > -math.inf).any():  # a text that is complete may always end
             logits = without
     if rules.logit_bias:

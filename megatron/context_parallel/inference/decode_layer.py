@@ -1,5 +1,7 @@
 """A layer of a decode step on fixed buffers: the operations of megatron-core's plain layers, without their modules."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -177,7 +179,7 @@ class DecodeLayer:
         self.q_norm, self.k_norm = attention.q_layernorm, attention.k_layernorm
         self.fc1, self.fc2 = layer.mlp.linear_fc1, layer.mlp.linear_fc2
         self.linears = self.qkv, self.proj, self.fc1, self.fc2
-        self.activate = ACTIVATIONS[layer.config.activation_func]
+        self.activate = _activation(layer.config)
 
     def attend(self, of: LayerBuffers, attend: Attention) -> None:
         """Computes `of.attended` from `of.x`."""
@@ -201,6 +203,12 @@ class DecodeLayer:
             of.active.mul_(of.linear)
         of.from_inner(self.fc2.weight, self.fc2.bias)
         of.x.add_(of.residual)
+
+
+def _activation(config: TransformerConfig) -> Callable[..., Tensor]:
+    if config.activation_func is F.gelu and config.bias_activation_fusion:  # megatron-core's fused GELU has tanh
+        return partial(ACTIVATIONS[F.gelu], approximate="tanh")
+    return ACTIVATIONS[config.activation_func]
 
 
 def plain(model: GPTModel) -> bool:

@@ -71,6 +71,9 @@ class Engine:
             have windows, a request may be longer than the cache.
         waste: rows of pages that a sequence may leave unused, in total over all ranks.
         handed: what decoders of other programs may fetch of this rank's rows; without it, requests have no handoff.
+
+    Attributes:
+        passes: the number of forward passes so far, without those of `warm_up`.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Engine:
         self.length = length or self.capacity
         if self.capacity < self._most_rows(self.length):
             self.length = self.capacity
+        self.passes = 0
         self.waiting: deque[_Waiting] = deque()
         self.running: dict[str, _Running] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens by sequence; the most recently used is last
@@ -173,6 +177,7 @@ class Engine:
             return outputs
         self._find_room(sum(map(len, new.values())))
         logits = self.cache.forward(new, scored=[run.sequence for run in self.running.values() if run.request.scored])
+        self.passes += 1
         complete = []
         for run in self.running.values():
             if run.request.scored and run.sequence in new:

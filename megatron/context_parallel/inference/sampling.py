@@ -184,7 +184,7 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, 
     values, order = _likeliest(scores, most)
     allowed = torch.arange(values.shape[-1], device=logits.device) < top_k.unsqueeze(-1)
     probabilities = values.masked_fill(~allowed, -math.inf).softmax(-1)
-    if not all(of.top_k for of in limits):
+    if not all(0 < of.top_k < columns for of in limits):
         of_all = scores.softmax(-1).gather(-1, order)
         probabilities = torch.where((top_k < columns).unsqueeze(-1), probabilities, of_all)
     cumulated = probabilities.cumsum(-1)

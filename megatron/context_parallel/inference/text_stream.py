@@ -40,10 +40,17 @@ class TextStream:
         found = certain[self._shown :]
         self._shown = max(self._shown, len(certain))
         if certain == text:
-            # Later decodes need only the tokens since here, and these before them.
-            self._tokens, self._new = self._tokens[-self._new :], 0
-            self._shown = len(self._decode(self._tokens))
+            self._forget(text, found)
         return found if self._free >= 0 else self._before_stop(found)
+
+    def _forget(self, text: str, found: str) -> None:
+        """Drop the tokens that later decodes do not need. All decode to `text`, of which `found` is new."""
+        new = self._tokens[-self._new :]
+        if alone := self._decode(new):
+            self._tokens, self._shown = new, len(alone)
+        elif text and not found:  # special tokens: behind them alone, some tokenizers decode a word without its space
+            del self._tokens[-self._new :]
+        self._new = 0
 
     def finish(self) -> str:
         """The rest: a possible start of a stop string, and bytes that are not a character, as U+FFFD."""

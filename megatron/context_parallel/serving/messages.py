@@ -73,7 +73,7 @@ class ChatMessage(Strict):
             plain["tool_calls"] = [call.plain for call in self.tool_calls]
         if self.tool_call_id:
             plain["tool_call_id"] = self.tool_call_id
-        if self.name and self.role == "tool":
+        if self.name:
             plain["name"] = self.name
         return plain
 

@@ -1,5 +1,6 @@
 """The requests that clients may send: OpenAI's completions and chat completions with vLLM's additions."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -180,7 +181,7 @@ class Body(Structured):
 
 
 def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
-    if wrong := [token for token in given if not token.isdecimal() or len(token) > 9]:
+    if wrong := [token for token in given if not re.fullmatch("0|[1-9][0-9]{0,8}", token)]:  # each token once
         raise UsageError(f"logit_bias: {wrong[0][:_SHOWN]!r} is no token; give numbers as text")
     return tuple([(int(token), bias) for token, bias in given.items()])
 

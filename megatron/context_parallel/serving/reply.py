@@ -131,20 +131,25 @@ class Completions(Texts):
 
     def _choice(self, i: int, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         text = "".join([output.text for output in outputs])
-        echoed = self.echo and outputs[0].first
+        echoed = self.decode([*self.requests[i].tokens]) if self.echo and outputs[0].first else None
         choice = {
             "index": i,
-            "text": self.decode([*self.requests[i].tokens]) + text if echoed else text,
+            "text": text if echoed is None else echoed + text,
             "logprobs": self._logprobs(i, outputs, echoed),
             "finish_reason": outputs[-1].finish or None,
         }
         prompt = self._prompt_ids(i) if outputs[0].first else {}
         return choice | prompt | self._ids(outputs)
 
-    def _logprobs(self, i: int, outputs: Sequence[RequestOutput], echoed: bool) -> dict[str, Any] | None:
+    def _logprobs(self, i: int, outputs: Sequence[RequestOutput], echoed: str | None) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        tokens: list[Token | None] = [None] if echoed else []  # nothing predicts the first token of a prompt
+        tokens = list[Token | None]()
+        if echoed is not None:
+            tokens.append(None)  # nothing predicts the first token of a prompt
+            pieces = b"".join([self.token_texts.piece(token) for token in self.requests[i].tokens])
+            missing = len(pieces.decode(errors="replace")) - len(echoed)  # some tokenizers drop a text's first space
+            self.offsets[i] = Offsets(max(0, missing))
         for output in outputs:
             tokens += [*output.prompt, *output.tokens]
         ids = [token.id if token else self.requests[i].tokens[0] for token in tokens]

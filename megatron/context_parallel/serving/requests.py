@@ -88,7 +88,7 @@ def _params(body: Body, new: int) -> SamplingParams:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=body.top_k or 0,
+        top_k=max(0, body.top_k or 0),
         top_p=body.top_p or 0.0,
         return_log_probs=body.logprobs_returned is not None,
         top_n_logprobs=body.logprobs_returned or 0,

@@ -38,14 +38,18 @@ class TokenTexts:
 
 
 class Offsets:
-    """Where tokens begin in a text, in characters: a character begins with the first token that has a part of it."""
+    """Where tokens begin in a text, in characters: a character begins with the first token that has a part of it.
 
-    def __init__(self) -> None:
+    Args:
+        missing: how many of the first characters the text does not have.
+    """
+
+    def __init__(self, missing: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._characters = 0
+        self._characters = -missing
 
     def of(self, piece: bytes) -> int:
         """The offset of the next token."""
-        offset = self._characters
+        offset = max(0, self._characters)
         self._characters += len(self._decoder.decode(piece))
         return offset

@@ -135,9 +135,11 @@ class Worker:
         released = [x.handoff for x in came if isinstance(x, Release)]
         if not came and engine.idle:
             return
+        before = engine.passes
         for output in self.loop.turn(requests, cancelled, released):
             self._hand_over(output)
-        self.metrics.passes.labels(getattr(engine.cache, "variant", "")).inc()
+        if engine.passes > before:
+            self.metrics.passes.labels(getattr(engine.cache, "variant", "")).inc()
         self.metrics.running.set(len(engine.running))
         self.metrics.waiting.set(len(engine.waiting))
         self.metrics.pinned.set(len(engine.pinned))
