@@ -125,5 +125,5 @@ def test_outputs_that_biased_experts_change_are_not_kept():
     given = flags(f"{full} --recompute-whitelist fc1 fc2")
     assert parse_args(given).recompute_whitelist == ["fc1", "fc2"]
     given.remove("--disable-bias-linear")
-    with pytest.raises(UsageError, match="--recompute-whitelist fc2: experts with biases .* in place; leave fc2 out"):
+    with pytest.raises(UsageError, match=r"--recompute-whitelist fc2: experts with biases .* in place; leave fc2 out"):
         parse_args(given)
