@@ -118,3 +118,12 @@ def test_what_experts_do_not_go_with_is_told(more, world, message, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     with pytest.raises(UsageError, match=message):
         parse_args(flags(more))
+
+
+def test_outputs_that_biased_experts_change_are_not_kept():
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    given = flags(f"{full} --recompute-whitelist fc1 fc2")
+    assert parse_args(given).recompute_whitelist == ["fc1", "fc2"]
+    given.remove("--disable-bias-linear")
+    with pytest.raises(UsageError, match=r"--recompute-whitelist fc2: experts with biases .* in place; leave fc2 out"):
+        parse_args(given)

@@ -30,7 +30,7 @@ def resume(directory: str, family: str, layout: dict) -> list[float]:
 @pytest.mark.parametrize(
     ("family", "world", "layout"),
     [
-        ("llama", 4, {CP: 2, TP: 2}),
+        ("llama", 4, {CP: 2, TP: 2, "decoupled_lr": 3e-3, "decoupled_min_lr": 1e-4}),
         ("gpt3", 4, {CP: 2, PP: 2}),  # the tied embedding has a bucket of its own, behind a padded one
         ("llama", 2, {CP: 2, "use_distributed_optimizer": False}),
         ("gpt3", 1, {"hidden_dropout": 0.1}),

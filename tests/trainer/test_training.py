@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.kernels.aten import AtenFlash
@@ -110,6 +111,24 @@ def test_batches_have_uneven_masks():
     # Otherwise a loss averaged rank by rank would pass the tests above.
     mask = training_case.sample(2)["loss_mask"]
     assert mask[:8].sum() == 0 < mask[8:].sum() < 24
+
+
+def first_random_numbers(layout: dict) -> tuple[float, float]:
+    """The first of dropout where tensor-parallel ranks hold the same hidden states, and where each has its own."""
+    args = training_case.case_args("gpt3", **layout)
+    with training_case.groups(args):
+        training_case.build(args)
+        shared = torch.rand(()).item()
+        with get_cuda_rng_tracker().fork():
+            return shared, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("layout", [{CP: 2}, {CP: 2, TP: 2}, {CP: 2, PP: 2}], ids=["dp2", "tp2", "pp2"])
+def test_ranks_with_other_tokens_or_layers_draw_other_dropout(ranks, layout):
+    shared, own = zip(*ranks(4, first_random_numbers, layout), strict=True)
+    assert len({*shared}) == (2 if TP in layout else 4)
+    assert shared[0] != shared[2]
+    assert len({*own}) == 4
 
 
 def run_into_nan() -> list[float]:

@@ -16,10 +16,16 @@ class ModelWithLoss(GPTModel):
     Attributes:
         chunk_size: tokens whose logits exist at once (`--cross-entropy-chunk-size`). With sequence parallelism, tokens
             of all tensor-parallel ranks together.
+        end: returns the sum of the losses. To Megatron-FSDP, a gradient of the last module's output begins a backward
+            pass, after which it sums the gradients of all weights. The output layer's gets one for each chunk.
     """
 
     chunk_size: int
     post_process: bool
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.end = torch.nn.Identity()  # the last module
 
     def forward(
         self,
@@ -40,13 +46,13 @@ class ModelWithLoss(GPTModel):
         if labels is None or loss_mask is None or not self.post_process:
             return super().forward(*call, **others)
         if labels.numel() <= self.chunk_size:
-            return _weighted(super().forward(*call, **others), loss_mask)
+            return self.end(_weighted(super().forward(*call, **others), loss_mask))
         self.post_process = False  # stages without a loss return their hidden states
         try:
             hidden = super().forward(*call, **others)
         finally:
             self.post_process = True
-        return _LossInChunks.apply(hidden, self._output_weight(), self, labels, loss_mask)
+        return self.end(_LossInChunks.apply(hidden, self._output_weight(), self, labels, loss_mask))
 
     def _output_weight(self) -> Tensor:
         tied = self.share_embeddings_and_output_weights

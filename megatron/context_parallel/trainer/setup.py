@@ -26,6 +26,7 @@ from .faults.lifetime import end_at_signals
 from .faults.open_files import allow_open_files
 from .faults.watch import Watch, wait_for_store
 
+_SEEDS_OF_STAGES = 10**6  # more than the seeds of pipeline stages are apart
 _SECONDS_TO_JUDGE = 10  # for the watch to name the rank that the others wait for, before torch raises
 
 
@@ -174,6 +175,11 @@ def initialize_model_parallel(args: Arguments) -> None:
         create_gloo_process_groups=False,
     )
     seed_all(args.seed)
+
+
+def seed_dropout(seed: int) -> None:
+    """Seed the generators after the initial weights are drawn: ranks with other tokens draw other dropout masks."""
+    seed_all(seed + _SEEDS_OF_STAGES * parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def seed_all(seed: int) -> None:

@@ -41,7 +41,7 @@ from .memory_report import answer_lack_of_memory
 from .model.build import build_model, build_optimizer
 from .model.data_parallel import DataParallel, weights_gathered
 from .profiling import Profile
-from .setup import distributed_job, sigterm_came
+from .setup import distributed_job, seed_dropout, sigterm_came
 
 # Each model chunk of an interleaved pipeline reads the same micro batches from its own iterator.
 ChunkBatches = list[Batches]
@@ -97,6 +97,7 @@ def _train_and_evaluate(args: Arguments, state: TrainState, datasets: Splits, st
 def build_state(args: Arguments, progress: Progress) -> TrainState:
     """Model, optimizer, schedule and `progress`, restored from `--load` where it holds a checkpoint."""
     model = build_model(args)
+    seed_dropout(args.seed)
     findings = Findings(args, model, rerun.start_machine(args))
     state = TrainState(model, *build_optimizer(args, model), progress, findings)
     if not args.load:

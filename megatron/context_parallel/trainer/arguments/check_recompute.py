@@ -35,6 +35,9 @@ def _check_whitelist(args: Arguments, names: list[str]) -> Iterator[UsageError]:
         elif name in ("fc1", "fc2") and (args.mlp_chunks_for_training or 1) > 1:
             why = f"--mlp-chunks-for-training {args.mlp_chunks_for_training} computes the MLP again; leave one out"
             yield UsageError(f"--recompute-whitelist {name}: {why}")
+        elif name == "fc2" and args.num_experts and args.add_bias_linear:
+            why = "experts with biases add them to this output in place; leave fc2 out, or give --disable-bias-linear"
+            yield UsageError(f"--recompute-whitelist {name}: {why}")
 
 
 def _check_modules(args: Arguments, modules: list[str]) -> Iterator[UsageError]:

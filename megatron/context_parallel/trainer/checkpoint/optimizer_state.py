@@ -18,7 +18,8 @@ from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 from .sharded_weights import RowSharding, copy_share, described, empty, gather_rows, install_weights, rows_of
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
-_FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps")  # of a group of parameters; the schedule sets lr and weight decay
+# Of a group of parameters; the schedule sets lr and weight decay.
+_FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps", "default_config")
 
 
 def sharded_optimizer(
@@ -31,7 +32,10 @@ def sharded_optimizer(
     _prime_adam(optimizer)
     if _has_buckets(optimizer, model):
         _count_bucket_padding(model)
-        return _sharded_buckets(optimizer, weights, loading)
+        given = _values_of_flags(optimizer)
+        sharded = _sharded_buckets(optimizer, weights, loading)
+        _give_back(optimizer, given)  # to load, megatron-core mixes up the groups of --decoupled-lr and others
+        return sharded
     parts = _parts(optimizer)
     groups = [(part, group) for part in parts for group in part.optimizer.param_groups]
     scaler = getattr(parts[0], "grad_scaler", None)
@@ -157,11 +161,8 @@ def _settings_of_offloading(part: MegatronOptimizer) -> set[str]:
 
 
 def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    given = []
     parts = _parts(optimizer)
-    for group in optimizer.param_groups:
-        names = {*_FROM_FLAGS, *_settings_of_offloading(parts[0])}
-        given.append({name: value for name, value in group.items() if name in names})
+    given = _values_of_flags(optimizer)
     both = []
     # Saved without sharded experts: their optimizer has the parameter groups of the other weights.
     for shared in (False, True):
@@ -172,8 +173,18 @@ def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
         states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
         copied = [dict(group) for group in both]
         _load_part(part, {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": copied}}, states)
-    for group, now in zip(optimizer.param_groups, given, strict=True):
-        group.update(now)  # megatron-core until 0.18 restored the saved values, and the schedule would use them
+    _give_back(optimizer, given)  # megatron-core until 0.18 restored the saved values, and the schedule would use them
+
+
+def _values_of_flags(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """What flags set in each group of parameters."""
+    names = {*_FROM_FLAGS, *_settings_of_offloading(_parts(optimizer)[0])}
+    return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
+
+
+def _give_back(optimizer: MegatronOptimizer, given: list[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, given, strict=True):
+        group.update(values)
 
 
 def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:

@@ -121,7 +121,10 @@ def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
 
 @contextmanager
 def weights_gathered(args: Arguments, model: list[DataParallel]) -> Iterator[None]:
-    """Update all weights on every rank. With `--overlap-param-gather` the last ones arrive in the next forward pass."""
+    """Update all weights on every rank. With `--overlap-param-gather` the last ones arrive in the next forward pass.
+
+    Afterwards FSDP2 has each rank's rows again. A forward pass alone leaves the weights outside the layers gathered.
+    """
     late = [chunk for chunk in model if isinstance(chunk, DistributedDataParallel) and args.overlap_param_gather]
     for chunk in late:
         chunk.disable_forward_pre_hook()
@@ -130,3 +133,6 @@ def weights_gathered(args: Arguments, model: list[DataParallel]) -> Iterator[Non
     finally:
         for chunk in late:
             chunk.enable_forward_pre_hook()
+        for chunk in model:
+            if isinstance(chunk.module, FSDPModule):
+                chunk.module.reshard()
