@@ -15,6 +15,7 @@ from .train_config import TrainConfig
 OF_PEAK = 0.7  # of a device whose products were not measured
 LOSS_READS = 9, 4  # float32 numbers that move for a logit, forward and backward
 CAST = 2 + 2 * 1  # bytes of a number cast to FP8: it is read, and written as it is and transposed
+TRANSPOSE = 1 + 1  # bytes of a number that is in FP8 already
 
 
 class Traffic(NamedTuple):
@@ -164,13 +165,21 @@ class LayerTime:
         }
 
     def _cast_numbers(self, backward: bool) -> dict[str, float]:
-        """Numbers that are cast to FP8, by part: inputs and weights, and in the backward pass gradients of outputs."""
+        """Numbers of a micro batch that are cast to FP8, by part: inputs, or backward gradients of outputs."""
         if not self.run.fp8:
             return {}
         numbers = dict[str, float]()
         for name, sizes in self._sizes.items():
-            numbers[name] = sum(count * (m * n if backward else (m + n) * k) for count, m, k, n in sizes)
+            numbers[name] = sum(count * m * (n if backward else k) for count, m, k, n in sizes)
         return numbers
+
+    def weight_casts(self, layers: int) -> float:
+        """Weights are cast to FP8. Transformer Engine keeps them for all micro batches of an iteration."""
+        if not self.run.fp8:
+            return 0.0
+        products = [product for sizes in self._sizes.values() for product in sizes]
+        numbers = layers * sum(count * k * n for count, _, k, n in products)
+        return self._seconds((TRANSPOSE if self.run.fp8_param_gather else CAST) * numbers)
 
     @property
     def products(self) -> dict[str, float]:

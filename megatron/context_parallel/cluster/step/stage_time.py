@@ -49,7 +49,13 @@ PARTS = (
     FIXED,
 ) = PARTS
 MLP = ("fc1", "activation", "fc2")
-SPLITS = 4  # parts of a product whose sum runs beside it, as in NVIDIA's configurations for MLPerf (`num_splits`)
+# What follows is from NVIDIA's configurations for MLPerf (`conf/tp_overlap`).
+SPLITS = 4  # parts of a product whose sum runs beside it (`num_splits`)
+MULTIPROCESSORS = 132  # of an H100
+# Of them, those that tensor-parallel traffic beside a product takes (`num_sm`). Backward, the products for gradients of
+# inputs and of weights are both beside such traffic in "qkv" and "fc1".
+TAKEN_FORWARD = {"qkv": (1,), "proj": (24,), "fc1": (1,), "fc2": (4,)}
+TAKEN_BACKWARD = {"qkv": (4, 8), "proj": (1,), "fc1": (2, 4), "fc2": (1,)}
 SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
 
@@ -94,7 +100,7 @@ class StageTime:
         sums = (run.micro_batches - 1) * self.time.gradient_sum(count // run.shards("grads"))
         if (shards := run.shards("optim")) > 1:  # all experts are
             count = model.parameters_on_stage(*sizes)
-        optimizer = self.time.optimizer(count // shards)
+        optimizer = self.time.optimizer(count // shards) + self.time.weight_casts(self.layers)
         shared += self._tied_embedding()
         self.once = {SHARED: shared, SUMS: sums, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
 
@@ -120,6 +126,7 @@ class StageTime:
 
     def _layers(self, count: int, backward: bool) -> SecondsByKind:
         parts = self._work(self.time.layer(backward))
+        parts[PRODUCTS] += self._slower_beside(TAKEN_BACKWARD if backward else TAKEN_FORWARD)
         parts |= {TENSOR: self._tensor_of_layer(backward), EXPERTS: self._experts_of_layer()}
         return {name: count * seconds for name, seconds in parts.items()}
 
@@ -171,6 +178,7 @@ class StageTime:
     def _forward(self, count: float, *names: str) -> SecondsByKind:
         """Some parts of the forward pass of `count` layers (`LayerTime.forward_parts`)."""
         parts = self._work(self.time.forward(*names)) | {TENSOR: self._tensor_of_products(*names)}
+        parts[PRODUCTS] += self._slower_beside({name: TAKEN_FORWARD[name] for name in TAKEN_FORWARD if name in names})
         if "dispatch" in names:
             parts[EXPERTS] = self._experts_of_layer()
         return {name: count * seconds for name, seconds in parts.items()}
@@ -214,6 +222,13 @@ class StageTime:
         if not self.run.tp_comm_overlap:
             return seconds
         return max(last, seconds - self.time.products[product])
+
+    def _slower_beside(self, taken: dict[str, tuple[int, ...]]) -> float:
+        """Seconds that products take longer, because traffic beside them takes some of the multiprocessors."""
+        if self.run.tensor_model_parallel_size == 1 or not self.run.tp_comm_overlap:
+            return 0.0
+        more = {name: sum(count / (MULTIPROCESSORS - count) for count in counts) for name, counts in taken.items()}
+        return sum(self.time.products[name] * share for name, share in more.items())
 
     def _experts_of_layer(self) -> float:
         """Seconds in which tokens go to the ranks of their experts and come back, in either pass; nothing hides it."""
