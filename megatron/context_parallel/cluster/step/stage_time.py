@@ -54,8 +54,8 @@ SPLITS = 4  # parts of a product whose sum runs beside it (`num_splits`)
 MULTIPROCESSORS = 132  # of an H100
 # Of them, those that tensor-parallel traffic beside a product takes (`num_sm`). Backward, the products for gradients of
 # inputs and of weights are both beside such traffic in "qkv" and "fc1".
-TAKEN_FORWARD = {"qkv": (1,), "proj": (24,), "fc1": (1,), "fc2": (4,)}
-TAKEN_BACKWARD = {"qkv": (4, 8), "proj": (1,), "fc1": (2, 4), "fc2": (1,)}
+TAKEN_FORWARD: dict[str, tuple[int, ...]] = {"qkv": (1,), "proj": (24,), "fc1": (1,), "fc2": (4,)}
+TAKEN_BACKWARD: dict[str, tuple[int, ...]] = {"qkv": (4, 8), "proj": (1,), "fc1": (2, 4), "fc2": (1,)}
 SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
 
