@@ -151,7 +151,8 @@ def test_products_in_fp8_take_their_own_rate_and_casts():
     device = replace(IDEAL, gemm=None, peak_fp8_TFLOP_s=2.0)
     kinds = ("products of matrices", "logits and loss", "kernel launches")
     wide, narrow = (forecast_step(MODEL, one, replace(ALONE, device=device)).parts for one in (RUN, run))
-    assert [narrow[kind] / wide[kind] for kind in kinds[:2]] == pytest.approx([0.5, 1.0])
+    one_way_and_back = (1 + 2 * 1.15) / 3  # backward, products add up in float32
+    assert [narrow[kind] / wide[kind] for kind in kinds[:2]] == pytest.approx([0.5 * one_way_and_back, 1.0])
     slow = replace(device, memory_GB_s=1e-3, kernel_us=1e6)
     wide, narrow = (forecast_step(MODEL, one, replace(ALONE, device=slow)).parts for one in (RUN, run))
     widths = (256 + 256 + 256 + 512) + (512 + 256 + 1024 + 256)  # of inputs, and of gradients of outputs
