@@ -74,7 +74,18 @@ BY_HAND = (
     ByHand("attention2d-h100", "nics.GB_s", "a guess: 100 Gb/s Ethernet"),
     ByHand("attention2d-h100", "nics.latency_us", "a guess"),
     ByHand("attention2d-h100", "device.attention[0].forward_TFLOP_s", "a guess, as other rates of short blocks"),
-    ByHand("all without `device.gemm`", "`OF_PEAK`, rate of products of matrices", "a guess", "0.7 of the peak"),
+    ByHand(
+        "all without `device.gemm`",
+        "`OF_PEAK`, rate of products of matrices",
+        "a guess, among what is published for an H100 ([list](#gpt-3-of-mlperf))",
+        "0.7 of the peak",
+    ),
+    ByHand(
+        "all in FP8",
+        "`FLOAT32_SUMS`, time of a backward product for a forward one",
+        "the middle of what github.com/pytorch/ao/issues/2377 says",
+        "1.15",
+    ),
     ByHand("all", "`block_us` and `kernel_us` of a description without them", "a guess", "10 and 5 us"),
     ByHand("all", "kernels of a layer, forward and backward", "this project's layers", "11 and 15"),
 )

@@ -151,13 +151,18 @@ def test_products_in_fp8_take_their_own_rate_and_casts():
     device = replace(IDEAL, gemm=None, peak_fp8_TFLOP_s=2.0)
     kinds = ("products of matrices", "logits and loss", "kernel launches")
     wide, narrow = (forecast_step(MODEL, one, replace(ALONE, device=device)).parts for one in (RUN, run))
-    assert [narrow[kind] / wide[kind] for kind in kinds[:2]] == pytest.approx([0.5, 1.0])
+    one_way_and_back = (1 + 2 * 1.15) / 3  # backward, products add up in float32
+    assert [narrow[kind] / wide[kind] for kind in kinds[:2]] == pytest.approx([0.5 * one_way_and_back, 1.0])
     slow = replace(device, memory_GB_s=1e-3, kernel_us=1e6)
     wide, narrow = (forecast_step(MODEL, one, replace(ALONE, device=slow)).parts for one in (RUN, run))
     widths = (256 + 256 + 256 + 512) + (512 + 256 + 1024 + 256)  # of inputs, and of gradients of outputs
     weights = 256 * 512 + 256 * 256 + 256 * 1024 + 512 * 256
     casts = narrow["norms and the like"] - wide["norms and the like"]
-    assert casts == pytest.approx(4 * 4 * (1024 * widths + weights) / 1e6)
+    assert casts == pytest.approx(4 * 4 * 1024 * widths / 1e6)
+    for gathered_in_8_bits, size in ((False, 4), (True, 2)):  # weights are cast once for all micro batches
+        several = replace(run, global_batch_size=8, fp8_param_gather=gathered_in_8_bits)
+        optimizer = forecast_step(MODEL, several, replace(ALONE, device=slow)).parts["optimizer"]
+        assert optimizer - wide["optimizer"] == pytest.approx(size * 4 * weights / 1e6)
     assert narrow["kernel launches"] - wide["kernel launches"] == 4 * (4 + 4)
     with pytest.raises(UsageError, match=r"^--fp8-format hybrid: ideal has no device.peak_fp8_TFLOP_s; leave it out$"):
         forecast_step(MODEL, run, ALONE)
@@ -233,6 +238,11 @@ def test_tensor_parallel_ranks_exchange_hidden_states():
     slow = replace(BOX, device=replace(IDEAL, gemm=(GemmRate(size=1, TFLOP_s=1),)))
     beside = replace(parallel, tp_comm_overlap=True)
     assert forecast_step(MODEL, beside, slow).parts[part] == pytest.approx((4 + 4 * 2 / 4) * one + loss, rel=1e-4)
+    # The traffic takes some of 132 multiprocessors from the products.
+    alone, slower = (forecast_step(MODEL, of, slow).parts["products of matrices"] for of in (parallel, beside))
+    taken = ((512, (1, 4, 8)), (256, (24, 1)), (1024, (1, 2, 4)), (512, (4, 1)))  # of products with 256, by other width
+    share = sum(width * sum(count / (132 - count) for count in counts) for width, counts in taken)
+    assert slower - alone == pytest.approx(4 * share * 2 * 1024 * 256 / 4 / 1e12, rel=1e-4)
 
 
 def test_copies_to_host_memory_wait_where_layers_do_not_hide_them():

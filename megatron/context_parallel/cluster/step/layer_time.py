@@ -15,6 +15,10 @@ from .train_config import TrainConfig
 OF_PEAK = 0.7  # of a device whose products were not measured
 LOSS_READS = 9, 4  # float32 numbers that move for a logit, forward and backward
 CAST = 2 + 2 * 1  # bytes of a number cast to FP8: it is read, and written as it is and transposed
+TRANSPOSE = 1 + 1  # bytes of a number that is in FP8 already
+# Transformer Engine's FP8 products of the backward pass add up in float32 (`_2X_ACC_DGRAD`, `_2X_ACC_WGRAD`), those of
+# the forward pass do not. That takes 1.1 to 1.2 times as long (github.com/pytorch/ao/issues/2377).
+FLOAT32_SUMS = 1.15
 
 
 class Traffic(NamedTuple):
@@ -90,7 +94,7 @@ class LayerTime:
         kernels = 2 * sum(self._product_kernels.values()) + 6 + sum(mlp.number for mlp in self._mlps) + moved.kernels
         kernels += len(self._cast_numbers(backward))
         moving = self._moving(numbers) + moved.moving + self._seconds(CAST * sum(self._cast_numbers(backward).values()))
-        return KernelTime(2 * sum(self.products.values()), moving, kernels)
+        return KernelTime(2 * sum(self.backward_products.values()), moving, kernels)
 
     def forward(self, *names: str) -> KernelTime:
         """Some of the parts of a layer's forward pass."""
@@ -164,13 +168,21 @@ class LayerTime:
         }
 
     def _cast_numbers(self, backward: bool) -> dict[str, float]:
-        """Numbers that are cast to FP8, by part: inputs and weights, and in the backward pass gradients of outputs."""
+        """Numbers of a micro batch that are cast to FP8, by part: inputs, or backward gradients of outputs."""
         if not self.run.fp8:
             return {}
         numbers = dict[str, float]()
         for name, sizes in self._sizes.items():
-            numbers[name] = sum(count * (m * n if backward else (m + n) * k) for count, m, k, n in sizes)
+            numbers[name] = sum(count * m * (n if backward else k) for count, m, k, n in sizes)
         return numbers
+
+    def weight_casts(self, layers: int) -> float:
+        """Weights are cast to FP8. Transformer Engine keeps them for all micro batches of an iteration."""
+        if not self.run.fp8:
+            return 0.0
+        products = [product for sizes in self._sizes.values() for product in sizes]
+        numbers = layers * sum(count * k * n for count, _, k, n in products)
+        return self._seconds((TRANSPOSE if self.run.fp8_param_gather else CAST) * numbers)
 
     @property
     def products(self) -> dict[str, float]:
@@ -181,6 +193,12 @@ class LayerTime:
         if self.model.num_experts:
             parts["router"] = self.product(self.model.hidden_size, self.model.num_experts)
         return parts
+
+    @property
+    def backward_products(self) -> dict[str, float]:
+        """Seconds of each of the two products of a layer's backward pass, for its inputs and for its weights."""
+        slower = FLOAT32_SUMS if self.run.fp8 else 1.0
+        return {name: seconds * (slower if name in self._sizes else 1.0) for name, seconds in self.products.items()}
 
     def product(self, k: int, n: int, tokens: float | None = None, fp8: bool = False) -> float:
         """Seconds of [tokens, k] by [k, n]: at the rate for its size, or as fast as memory allows.

@@ -49,7 +49,13 @@ PARTS = (
     FIXED,
 ) = PARTS
 MLP = ("fc1", "activation", "fc2")
-SPLITS = 4  # parts of a product whose sum runs beside it, as in NVIDIA's configurations for MLPerf (`num_splits`)
+# What follows is from NVIDIA's configurations for MLPerf (`conf/tp_overlap`).
+SPLITS = 4  # parts of a product whose sum runs beside it (`num_splits`)
+MULTIPROCESSORS = 132  # of an H100
+# Of them, those that tensor-parallel traffic beside a product takes (`num_sm`). Backward, the products for gradients of
+# inputs and of weights are both beside such traffic in "qkv" and "fc1".
+TAKEN_FORWARD: dict[str, tuple[int, ...]] = {"qkv": (1,), "proj": (24,), "fc1": (1,), "fc2": (4,)}
+TAKEN_BACKWARD: dict[str, tuple[int, ...]] = {"qkv": (4, 8), "proj": (1,), "fc1": (2, 4), "fc2": (1,)}
 SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
 
@@ -94,7 +100,7 @@ class StageTime:
         sums = (run.micro_batches - 1) * self.time.gradient_sum(count // run.shards("grads"))
         if (shards := run.shards("optim")) > 1:  # all experts are
             count = model.parameters_on_stage(*sizes)
-        optimizer = self.time.optimizer(count // shards)
+        optimizer = self.time.optimizer(count // shards) + self.time.weight_casts(self.layers)
         shared += self._tied_embedding()
         self.once = {SHARED: shared, SUMS: sums, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
 
@@ -120,6 +126,7 @@ class StageTime:
 
     def _layers(self, count: int, backward: bool) -> SecondsByKind:
         parts = self._work(self.time.layer(backward))
+        parts[PRODUCTS] += self._slower_beside(backward)
         parts |= {TENSOR: self._tensor_of_layer(backward), EXPERTS: self._experts_of_layer()}
         return {name: count * seconds for name, seconds in parts.items()}
 
@@ -171,6 +178,7 @@ class StageTime:
     def _forward(self, count: float, *names: str) -> SecondsByKind:
         """Some parts of the forward pass of `count` layers (`LayerTime.forward_parts`)."""
         parts = self._work(self.time.forward(*names)) | {TENSOR: self._tensor_of_products(*names)}
+        parts[PRODUCTS] += self._slower_beside(False, *names)
         if "dispatch" in names:
             parts[EXPERTS] = self._experts_of_layer()
         return {name: count * seconds for name, seconds in parts.items()}
@@ -194,9 +202,10 @@ class StageTime:
         if self.run.tensor_model_parallel_size == 1:
             return 0.0
         one = self._ring("tensor").seconds(self._hidden_states())
-        beside = [self.time.products[name] for name in ("qkv", "fc1")]
+        products = self.time.backward_products
+        beside = [products[name] for name in ("qkv", "fc1")]
         if self.run.sequence_parallel:
-            gathers = sum(self._beside(name, one) for name in ("proj", "fc2"))  # gradients of outputs
+            gathers = sum(self._beside(products[name], one) for name in ("proj", "fc2"))  # gradients of outputs
             return gathers + 2 * sum(max(0.0, one - product) for product in beside)
         return sum(max(0.0, 2 * one - product) for product in beside)
 
@@ -206,14 +215,26 @@ class StageTime:
             return 0.0
         one = self._ring("tensor").seconds(self._hidden_states())
         before, after = (one, one) if self.run.sequence_parallel else (0.0, 2 * one)
-        gathers = sum(self._beside(name, before) for name in ("qkv", "fc1") if name in names)
-        return gathers + sum(self._beside(name, after, after / SPLITS) for name in ("proj", "fc2") if name in names)
+        products = {name: seconds for name, seconds in self.time.products.items() if name in names}
+        gathers = sum(self._beside(products[name], before) for name in ("qkv", "fc1") if name in products)
+        sums = [self._beside(products[name], after, after / SPLITS) for name in ("proj", "fc2") if name in products]
+        return gathers + sum(sums)
 
-    def _beside(self, product: str, seconds: float, last: float = 0.0) -> float:
-        """What of a product's tensor-parallel traffic the product does not hide: of a sum at least the `last` part."""
+    def _beside(self, product: float, seconds: float, last: float = 0.0) -> float:
+        """Seconds of its tensor-parallel traffic that a product does not hide: of a sum at least the `last` part."""
         if not self.run.tp_comm_overlap:
             return seconds
-        return max(last, seconds - self.time.products[product])
+        return max(last, seconds - product)
+
+    def _slower_beside(self, backward: bool, *names: str) -> float:
+        """Seconds that products (by default all) take longer: traffic beside them takes multiprocessors."""
+        if self.run.tensor_model_parallel_size == 1 or not self.run.tp_comm_overlap:
+            return 0.0
+        taken, products = TAKEN_FORWARD, self.time.products
+        if backward:
+            taken, products = TAKEN_BACKWARD, self.time.backward_products
+        more = {name: sum(count / (MULTIPROCESSORS - count) for count in counts) for name, counts in taken.items()}
+        return sum(products[name] * share for name, share in more.items() if not names or name in names)
 
     def _experts_of_layer(self) -> float:
         """Seconds in which tokens go to the ranks of their experts and come back, in either pass; nothing hides it."""
