@@ -251,7 +251,7 @@ def test_training_steps_on_devices_are_computed_before(ranks, tmp_path):
 # --------------------------------------------------------------------------------------------- predictions
 
 
-@pytest.mark.parametrize("file,run", [("unshaped", "unshaped-1"), ("train-un", "un-train-ring")])
+@pytest.mark.parametrize("file,run", [("unshaped-1", "unshaped-1"), ("train-un", "un-train-ring")])
 def test_predictions_stand_beside_what_was_measured(file, run, capsys):
     folder = Path("docs/benchmarks/results/predicted")
     predicted.main([str(folder / f"{file}.yaml"), str(folder / run)])
