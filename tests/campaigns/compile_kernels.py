@@ -176,8 +176,12 @@ def pages() -> int:
 
 
 def test_compiles_without_spills():
-    """Values of another head_dim, with a softcap, and a decode step. In a fork: compiling replaces Triton's driver."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+    """Values of another head_dim, with a softcap, and a decode step.
+
+    In a process of its own, because compiling replaces Triton's driver. It is no fork, which would wait forever for a
+    lock that a thread of another test holds.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         kernels = pool.submit(compile_block, 90, 192, torch.bfloat16, "runs", 128, 30.0).result()
         kernels += pool.submit(compile_pages, 90, 128, 128, torch.bfloat16, None, 8).result()
     for kernel in kernels:
