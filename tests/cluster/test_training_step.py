@@ -241,7 +241,9 @@ def test_tensor_parallel_ranks_exchange_hidden_states():
     # The traffic takes some of 132 multiprocessors from the products.
     alone, slower = (forecast_step(MODEL, of, slow).parts["products of matrices"] for of in (parallel, beside))
     taken = ((512, (1, 4, 8)), (256, (24, 1)), (1024, (1, 2, 4)), (512, (4, 1)))  # of products with 256, by other width
-    share = sum(width * sum(count / (132 - count) for count in counts) for width, counts in taken)
+    share = 0.0
+    for width, counts in taken:
+        share += width * sum(count / (132 - count) for count in counts)
     assert slower - alone == pytest.approx(4 * share * 2 * 1024 * 256 / 4 / 1e12, rel=1e-4)
 
 

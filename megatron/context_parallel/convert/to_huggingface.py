@@ -26,7 +26,11 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.meta_model import Done, bytes_of, chunk_of, shards_of
 
 _TEXT_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.json", "merges.txt"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
     "generation_config.json",  # it may have more end tokens than config.json
 )
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -63,5 +63,5 @@ def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
     return logits
 
 
-def _indices(tokens: Sequence[int] | set[int] | frozenset[int], like: Tensor) -> Tensor:
-    return torch.tensor(sorted(tokens) if isinstance(tokens, set | frozenset) else [*tokens], device=like.device).long()
+def _indices(tokens: Sequence[int] | set[int], like: Tensor) -> Tensor:
+    return torch.tensor(sorted(tokens) if isinstance(tokens, set) else [*tokens], device=like.device).long()

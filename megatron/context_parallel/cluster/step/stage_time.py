@@ -126,7 +126,7 @@ class StageTime:
 
     def _layers(self, count: int, backward: bool) -> SecondsByKind:
         parts = self._work(self.time.layer(backward))
-        parts[PRODUCTS] += self._slower_beside(backward)
+        parts[PRODUCTS] += self._slower_beside(backward, *self.time.products)
         parts |= {TENSOR: self._tensor_of_layer(backward), EXPERTS: self._experts_of_layer()}
         return {name: count * seconds for name, seconds in parts.items()}
 
@@ -227,14 +227,17 @@ class StageTime:
         return max(last, seconds - product)
 
     def _slower_beside(self, backward: bool, *names: str) -> float:
-        """Seconds that products (by default all) take longer: traffic beside them takes multiprocessors."""
+        """Seconds that products of a layer take longer: traffic beside them takes multiprocessors."""
         if self.run.tensor_model_parallel_size == 1 or not self.run.tp_comm_overlap:
             return 0.0
         taken, products = TAKEN_FORWARD, self.time.products
         if backward:
             taken, products = TAKEN_BACKWARD, self.time.backward_products
-        more = {name: sum(count / (MULTIPROCESSORS - count) for count in counts) for name, counts in taken.items()}
-        return sum(products[name] * share for name, share in more.items() if not names or name in names)
+        longer = 0.0
+        for name, counts in taken.items():
+            if name in names:
+                longer += products[name] * sum(count / (MULTIPROCESSORS - count) for count in counts)
+        return longer
 
     def _experts_of_layer(self) -> float:
         """Seconds in which tokens go to the ranks of their experts and come back, in either pass; nothing hides it."""

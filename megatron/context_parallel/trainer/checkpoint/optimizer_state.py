@@ -179,7 +179,10 @@ def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
 def _values_of_flags(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
     """What flags set in each group of parameters."""
     names = {*_FROM_FLAGS, *_settings_of_offloading(_parts(optimizer)[0])}
-    return [{name: value for name, value in group.items() if name in names} for group in optimizer.param_groups]
+    given = []
+    for group in optimizer.param_groups:
+        given.append({name: value for name, value in group.items() if name in names})
+    return given
 
 
 def _give_back(optimizer: MegatronOptimizer, given: list[dict[str, Any]]) -> None:
