@@ -12,6 +12,7 @@ from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.commands.cluster_probe import read_flags
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import parse_spec
+from tests.support.pretended_gpu import GPU, pretended_gpu
 
 
 class BriefMeter(meter.Meter):
@@ -45,6 +46,37 @@ def test_what_is_measured_is_the_same_on_all_ranks_and_predicts(ranks, tmp_path)
     assert load_cluster(str(tmp_path / "here.yaml")) == first
     plan = parse_spec("ring").plan(4, heads=2, kv_heads=1)
     assert 0 < simulate(plan, first, Shape(256, 2, 1, 32, 2)).seconds < 10
+
+
+class AloneMeter(meter.Meter):
+    """Of one rank with a pretended GPU."""
+
+    def __init__(self) -> None:
+        self.device, self.quick, self.target = GPU, True, 1e9
+
+    def everyone(self, value: object) -> list:
+        return [value]
+
+    def start_together(self) -> None:
+        pass
+
+
+def test_a_gpu_has_rates_of_16_and_of_8_bit_products(monkeypatch):
+    monkeypatch.setitem(probe_device.SIZES, "cuda", (32, 64))
+    monkeypatch.setattr(probe_device, "COLD_ON_GPU", 2**12)
+    with pretended_gpu((8, 9)):
+        assert probe_device._has_fp8(GPU)
+        for dtype, name in ((torch.bfloat16, "bf16"), (torch.float8_e4m3fn, "fp8")):
+            rates = probe_device._gemms(AloneMeter(), dtype)
+            assert [(rate.size, rate.dtype) for rate in rates] == [(32, name), (64, name)]
+            assert all(rate.TFLOP_s > 0 for rate in rates)
+        product = probe_device._product(GPU, torch.float8_e4m3fn, 32)
+        torch.manual_seed(0)
+        first, second = (product().to("cpu") for _ in range(2))
+    assert first.dtype == torch.bfloat16 and not torch.equal(first, second)  # other matrices each time
+    assert 3 < first.float().std() < 9  # sums of 32 products of standard normal numbers
+    with pretended_gpu((8, 0)):
+        assert not probe_device._has_fp8(GPU)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Measures what a rank computes with: attention blocks, products of matrices, memory, launches."""
 
 import os
+from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 
 import torch
 from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
 
 from megatron.context_parallel.attention.context import AllRanks
 from megatron.context_parallel.cluster.description import BACKWARD, AttentionRate, Device, GemmRate
@@ -23,7 +25,10 @@ LEAST = 0.06  # seconds: a quarter of what all calls of a block may take
 COLD = 2**26  # bytes that are used in turn: more than the caches of a processor keep
 SETS = range(4, 65)  # of inputs of a block
 CHUNKS = 4, 8  # of the small ring that costs its steps
-NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+SIZES = {"cpu": (256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192, 16384)}  # of products
+COLD_ON_GPU = 2**28  # bytes of products that are used in turn: more than the caches of a GPU keep
+FP8 = torch.float8_e4m3fn
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", FP8: "fp8"}
 
 
 class BlockTimer:
@@ -110,14 +115,16 @@ def measured_device(meter: Meter, blocks: BlockTimer) -> Device:
     computed = sum(short) / 2  # seconds
     step, whole = _host(meter, blocks)
     gemm = _gemms(meter, dtype)
+    in_fp8 = _gemms(meter, FP8) if _has_fp8(meter.device) else ()
     return Device(
         name=torch.cuda.get_device_name(meter.device) if meter.device.type == "cuda" else _processor(),
         peak_TFLOP_s=max(rate.TFLOP_s for rate in gemm),
+        peak_fp8_TFLOP_s=max((rate.TFLOP_s for rate in in_fp8), default=None),
         memory_GiB=_digits(_memory(meter) / 2**30),
         memory_GB_s=_digits(_bandwidth(meter) / 1e9),
         attention=blocks.rates(launch),
         block_us=_digits(launch * 1e6),
-        gemm=gemm,
+        gemm=gemm + in_fp8,
         kernel_us=_digits(_kernel(meter) * 1e6),
         step_us=_digits(max(0.0, step - computed) * 1e6),
         pass_us=_digits(max(0.0, whole - computed) * 1e6),
@@ -125,14 +132,37 @@ def measured_device(meter: Meter, blocks: BlockTimer) -> Device:
 
 
 def _gemms(meter: Meter, dtype: torch.dtype) -> tuple[GemmRate, ...]:
+    """Rates of products of square matrices of growing size."""
     rates = []
-    for size in (256, 512, 1024) if meter.device.type == "cpu" else (512, 2048, 8192):
-        a, b = (torch.randn(size, size, device=meter.device).to(dtype) for _ in range(2))
-        seconds = meter.computing(partial(torch.matmul, a, b))
+    for size in SIZES[meter.device.type]:
+        seconds = meter.queued(_product(meter.device, dtype, size))
         rates.append(GemmRate(size=size, dtype=NAMES[dtype], TFLOP_s=_digits(2 * size**3 / seconds / 1e12)))
         if meter.everyone(seconds)[0] > meter.target:
             break
     return tuple(rates)
+
+
+def _product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], object]:
+    """A product of square matrices: on a GPU with other ones each time, as in training. FP8 has a scale per tensor."""
+    count = 1
+    if device.type == "cuda":
+        count = max(SETS[0], min(SETS[-1], COLD_ON_GPU // (2 * size**2 * dtype.itemsize)))
+    sets = [[torch.randn(size, size, device=device).to(dtype) for _ in range(2)] for _ in range(count)]
+    pairs = cycle(sets)
+    if dtype is not FP8:
+        return lambda: torch.matmul(*next(pairs))
+    one, whole = torch.ones((), device=device), ScalingType.TensorWise
+
+    def scaled() -> Tensor:
+        a, b = next(pairs)
+        return scaled_mm(a, b.T, one, whole, one, whole, output_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return scaled
+
+
+def _has_fp8(device: torch.device) -> bool:
+    """Whether it computes products in FP8: from compute capability 8.9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _bandwidth(meter: Meter) -> float:
