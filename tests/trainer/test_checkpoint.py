@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.trainer.checkpoint import publish
+from megatron.context_parallel.trainer.checkpoint import publish, train_state
 from megatron.context_parallel.trainer.checkpoint import save_load as checkpoint
 from megatron.context_parallel.trainer.checkpoint.store import iteration_directory, latest_iteration
 from tests.support import training_case
@@ -40,6 +41,19 @@ def test_resume_is_bit_for_bit_on_the_same_layout(ranks, tmp_path, family, world
     whole = ranks(world, train_and_stop, str(tmp_path), family, layout)
     assert ranks(world, resume, str(tmp_path), family, layout) == whole
     assert [len(losses) for losses in whole] == [END - STOP] * world
+
+
+def test_generators_of_another_kind_of_device_are_not_restored(ranks):
+    assert ranks(1, restore_generators_of_a_gpu) == [(False, True)]
+
+
+def restore_generators_of_a_gpu() -> tuple[bool, bool]:
+    """Whether the states of a run on a GPU were restored, and whether the generators were left as they are."""
+    states = train_state._generators()
+    of_a_gpu = states | {"device": torch.zeros(16, dtype=torch.uint8)}
+    torch.rand(1)
+    before = torch.get_rng_state()
+    return train_state.set_generators(of_a_gpu), torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.fixture(scope="module")

@@ -182,7 +182,8 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
 
     The checkpoint is that of `--ckpt-step`, or the latest. All of its files are checked before anything is loaded,
     unless `--no-verify-checkpoint` is given. `--finetune` restores only the weights. `--no-load-optim` and
-    `--no-load-rng` omit those parts. On another parallel layout the random generators keep their fresh seeds.
+    `--no-load-rng` omit those parts. On another parallel layout or kind of device the random generators keep their
+    fresh seeds.
 
     Raises:
         UsageError: it is damaged, or its arguments are incompatible with `args`; every rank raises the same.
@@ -211,8 +212,8 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
         load_optimizer(state.optimizer, state.model, loaded["optimizer"])
     else:
         state.optimizer.reload_model_params()
-    if generators:
-        set_generators(loaded["rng"])
+    if generators and not set_generators(loaded["rng"]):
+        say("warning: saved on another kind of device, so the random generators keep their fresh seeds")
     if not args.finetune:
         state.scheduler.load_state_dict(loaded["scheduler"])
     if again:

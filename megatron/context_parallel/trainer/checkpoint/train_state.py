@@ -69,10 +69,13 @@ def _generators() -> dict[str, Any]:
     }
 
 
-def set_generators(states: dict[str, Any]) -> None:
-    """Restore the random generators of this rank."""
+def set_generators(states: dict[str, Any]) -> bool:
+    """Restores the random generators of this rank, unless they are those of another kind of device. Returns whether."""
+    if states["device"].shape != torch.cuda.get_rng_state().shape:  # one was a GPU, the other a CPU
+        return False
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["tracker"])
+    return True
