@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.commands import gpu_check
-from megatron.context_parallel.commands.gpu_checks import common, compile, decode, errors, speed, stages
+from megatron.context_parallel.commands.gpu_checks import common, compile, decode, errors, speed, stages, training
 from megatron.context_parallel.commands.gpu_checks.bars import STAGES
 from megatron.context_parallel.kernels.position.tiles import TILES, Tiles
 from megatron.context_parallel.runtime.comm import transport
@@ -39,6 +39,8 @@ SMALL = common.CheckSizes(
     document_tokens=160,
     document_ranks=2,
     memory_rows=(32,),
+    training_rows=64,
+    iterations=(2, 4),
 )
 
 
@@ -87,6 +89,7 @@ def host(monkeypatch):
     monkeypatch.setattr(errors, "STRATEGIES", ["ring", "attention2d"])
     monkeypatch.setattr(errors, "BOUNDS", {torch.bfloat16: errors.BOUNDS[torch.bfloat16]})
     monkeypatch.setattr(speed, "REPEATS", 2)
+    monkeypatch.setattr(training, "RUNS", [run for run in training.RUNS if run.backend == "auto"])  # really on the CPU
     monkeypatch.setattr(compile, "sets", lambda sizes: real_sets(sizes)[:2])
     with pretended_gpu() as gpu, as_nccl():
         yield gpu
@@ -118,6 +121,10 @@ def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
     assert {row["kernel"] for row in swept} == {"forward", "dq", "dkv"} and all(row["ms"] for row in swept)
     first = next(row for row in swept if row["kernel"] == "dkv")
     assert tuple(first[name] for name in Tiles._fields) == TILES[90]["dkv"][64]
+    trained = [row for row in lines if row.get("table") == "training"]
+    assert [(row["dtype"], row["iterations"], row["verdict"]) for row in trained] == [
+        ("float32", 2, "PASS"), ("bfloat16", 2, "PASS")
+    ]  # fmt: skip
     assert host.launches.keys() == KERNELS.keys() and host.operators.keys() == LIBRARIES.keys()
 
 

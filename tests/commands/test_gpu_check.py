@@ -14,7 +14,7 @@ import torch
 
 from megatron.context_parallel import STRATEGIES, UsageError
 from megatron.context_parallel.commands import gpu_check
-from megatron.context_parallel.commands.gpu_checks import common, compile, errors, speed, te
+from megatron.context_parallel.commands.gpu_checks import common, compile, errors, speed, te, training
 from megatron.context_parallel.commands.gpu_checks.bars import SECONDS, STAGES, judge
 from megatron.context_parallel.commands.gpu_checks.stages import Host, run_stage
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention
@@ -84,6 +84,54 @@ class Wrong(OneLaunch):
         return dq, dk, dv * 1.1
 
 
+# In place of the trainer: losses that fall, a little higher in 16 bits; 0.1 higher or an error, as asked.
+TRAINER = """
+import json, os, pathlib, sys
+value = lambda flag, default: sys.argv[sys.argv.index(flag) + 1] if flag in sys.argv else default
+run, backend = pathlib.Path(value("--save", None)), value("--cp-attention-backend", "cpu")
+if "--load" not in sys.argv:
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+elif not (pathlib.Path(value("--load", None)) / "metrics.jsonl").exists():
+    sys.exit("no checkpoint")
+if backend == "BROKEN":
+    sys.exit("Traceback\\nRuntimeError: out of memory")
+run.mkdir()
+first = int(value("--ckpt-step", 0)) + 1
+losses = {i: 5 / i + 1e-3 * ("--bf16" in sys.argv) + 0.1 * (backend == "WRONG") for i in range(first, 21)}
+with (run / "metrics.jsonl").open("w") as file:
+    for iteration, loss in losses.items():
+        print(json.dumps({"iteration": iteration, "lm_loss": loss}), file=file)
+"""
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    """`trainer(WRONG="triton")`: the backend whose losses are wrong; BROKEN: the one that ends with an error."""
+
+    def use(**bad):
+        program = TRAINER
+        for name, backend in ({"WRONG": "none", "BROKEN": "none"} | bad).items():
+            program = program.replace(name, backend)
+        monkeypatch.setattr(training, "PROGRAM", program)
+
+    return use
+
+
+@pytest.mark.parametrize("bad", ["WRONG", "BROKEN"])
+def test_training_compares_losses_with_those_of_a_cpu(trainer, bad):
+    trainer(**{bad: "triton"})
+    report = common.CheckReport()
+    training.check_training(report, TINY, CPU)
+    good, wrong = report.numbers["training"][::2], report.numbers["training"][1::2]
+    assert [(row["dtype"], row["verdict"]) for row in good] == [("float32", "PASS"), ("bfloat16", "PASS")]
+    assert [row["difference"] for row in good] == pytest.approx([0, 1e-3])
+    assert {(row["iterations"], row["backend"]) for row in good} == {(10, "auto")}
+    assert [(row["backend"], row["verdict"]) for row in wrong] == [("triton", "FAIL")] * 2
+    expected = [0.1, 0.101] if bad == "WRONG" else [None, None]
+    assert [row["difference"] for row in wrong] == (pytest.approx(expected) if bad == "WRONG" else expected)
+    assert {row["wrong"] for row in wrong} == {"" if bad == "WRONG" else "RuntimeError: out of memory"}
+
+
 @pytest.fixture
 def kernels(monkeypatch):
     """`kernels(kernel)`: `kernel` is the backend triton."""
@@ -99,8 +147,9 @@ def kernels(monkeypatch):
     return use
 
 
-def test_everything_runs_and_agrees_with_float64(kernels, capsys):
+def test_everything_runs_and_agrees_with_float64(kernels, trainer, capsys):
     kernels(OneLaunch())
+    trainer()
     report, bars, host = common.CheckReport(), [], Host(CPU, 1, HostClock(), NoMeter())
     for stage in STAGES:
         bars += run_stage(stage, report, list(BACKENDS[1:]), TINY, host)

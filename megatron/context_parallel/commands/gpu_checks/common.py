@@ -43,6 +43,8 @@ class CheckSizes:
     document_ranks: int = 8
     memory_rows: tuple[int, ...] = (32768, 131072)
     te_rows: int = 1024
+    training_rows: int = 512
+    iterations: tuple[int, int] = (10, 20)  # on the CPU before its checkpoint, and in all
 
 
 @contextmanager

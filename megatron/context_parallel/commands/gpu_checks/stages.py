@@ -19,6 +19,7 @@ from .nccl import check_nccl
 from .speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
 from .te import check_te
 from .tiles import time_tiles
+from .training import check_training
 
 
 class Host(NamedTuple):
@@ -51,6 +52,8 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
             return judge(stage, *(min(ratios(speeds, way), default=None) for way in ("forward", "backward")))
         case "decode":
             check_decode(report, sizes, device, host.clock)
+        case "training":
+            check_training(report, sizes, device)
         case "tiles":
             time_tiles(report, sizes, device, host.clock)
             return []

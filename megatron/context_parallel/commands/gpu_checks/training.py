@@ -1,0 +1,101 @@
+"""Trains a small Llama on a CPU, and goes on from its checkpoint on the GPU: the losses must be those of the CPU."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .common import CheckReport, CheckSizes
+
+TABLE = "training"
+PROGRAM = "from megatron.context_parallel.commands.programs import pretrain; pretrain()"
+MODEL = (
+    "--num-layers 2 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 512 --seq-length {0} --max-position-embeddings {0} "
+    "--micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --split 100,0,0 --eval-iters 0 --num-workers 0 "
+    "--log-interval 1 --train-iters {1}"
+)
+# Absolute. On a CPU, other vector instructions change the losses by 2e-7, and bf16 by 2e-3.
+BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
+LIMIT = 120  # seconds of a run
+
+
+class Run(NamedTuple):
+    """A run on the GPU from the middle of the CPU's."""
+
+    backend: str
+    dtype: str
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--cp-attention-backend", self.backend, *(["--bf16"] if self.dtype == "bfloat16" else [])]
+
+
+RUNS = [Run(backend, dtype) for dtype in BOUNDS for backend in ("auto", "triton")]
+
+
+def check_training(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
+    """The largest difference of a loss between the GPU and the CPU; or why it was skipped. The runs are processes."""
+    if not find_spec("megatron.core"):
+        report.add(TABLE, left_out="needs megatron-core (pip install megatron-core)")
+        return
+    middle, end = sizes.iterations
+    model = MODEL.format(sizes.training_rows, end).split()
+    with tempfile.TemporaryDirectory() as folder:
+        whole, *parts = (Path(folder) / name for name in ("cpu", *map("-".join, RUNS)))
+        on_cpu = _start(model, whole, ["--save-interval", str(middle)], gpu=False)
+        if wrong := _end(on_cpu, whole):
+            report.add(TABLE, backend="cpu", dtype="float32", wrong=wrong, verdict="FAIL")
+            return
+        resume = ["--load", str(whole), "--ckpt-step", str(middle)]
+        jobs = []
+        for run, part in zip(RUNS, parts, strict=True):
+            jobs.append(_start(model, part, resume + run.flags, gpu=device.type == "cuda"))
+        for run, part, job in zip(RUNS, parts, jobs, strict=True):
+            wrong, bound = _end(job, part), BOUNDS[run.dtype]
+            difference = None if wrong else _difference(_losses(part), _losses(whole), range(middle + 1, end + 1))
+            verdict = "PASS" if difference is not None and difference <= bound else "FAIL"
+            row = {**run._asdict(), "iterations": end - middle, "difference": difference, "bound": bound}
+            report.add(TABLE, **row, wrong=wrong, verdict=verdict)
+
+
+def _start(model: list[str], save: Path, flags: list[str], gpu: bool) -> subprocess.Popen:
+    """A run of one rank, whose output goes to a file beside `save`."""
+    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+    env = {name: value for name, value in os.environ.items() if name not in ranks}
+    if not gpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-c", PROGRAM, *model, "--save", str(save), *flags]
+    with save.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _end(job: subprocess.Popen, save: Path) -> str:
+    """The last line of a run that failed."""
+    try:
+        status = job.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+        return f"did not end in {LIMIT} s"
+    said = save.with_suffix(".log").read_text().strip().splitlines() or ["no output"]
+    return said[-1][:200] if status else ""
+
+
+def _losses(run: Path) -> dict[int, float]:
+    """The loss of each iteration."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
+
+
+def _difference(got: dict[int, float], expected: dict[int, float], iterations: range) -> float:
+    """The largest difference; infinite or NaN losses of one run differ infinitely."""
+    apart = [abs(got[i] - expected[i]) for i in iterations]
+    return max(apart) if all(x == x for x in apart) else float("inf")
