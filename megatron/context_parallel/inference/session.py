@@ -24,11 +24,13 @@ from .cached_model import CachedModel
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
 from .decode_attention import DecodeAttention
 from .decode_layer import Attention
+from .decode_pages import DecodePages
 from .decode_rows import DecodeRows
 from .decode_step import DecodeStep, packed_weights, plain_layers
 from .heads import Heads
 from .pages import PAGE, PageTables
 from .pass_q import RING_PASS_Q
+from .step_graph import GraphPool
 
 DECODE = "decode"
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # as in a cluster's rates
@@ -114,6 +116,7 @@ class Session:
         self._packed = packed_weights(model, self._layers) if frozen else {}
         self._attentions: dict[int, DecodeAttention] = {}  # by rows of a rank
         self._steps: dict[int, DecodeStep] = {}
+        self._graphs = GraphPool(self.device) if self.device.type == "cuda" and cp.n == 1 else None
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -250,12 +253,19 @@ class Session:
 
     def _step(self, attend: DecodeAttention, angles: Tensor | None) -> DecodeStep:
         if attend.size not in self._steps:
-            self._steps[attend.size] = self._new_step(attend, angles)
+            graphs = self._graphs if isinstance(attend.keys, DecodePages) else None
+            self._steps[attend.size] = self._new_step(attend, angles, graphs=graphs)
         return self._steps[attend.size]
 
-    def _new_step(self, attend: Attention, angles: Tensor | None, wanted: Tensor | None = None) -> DecodeStep:
+    def _new_step(
+        self,
+        attend: Attention,
+        angles: Tensor | None,
+        wanted: Tensor | None = None,
+        graphs: GraphPool | None = None,
+    ) -> DecodeStep:
         rotary = 0 if angles is None else angles.shape[-1]
-        return DecodeStep(self.model, self._layers, attend, rotary, self._packed, wanted)
+        return DecodeStep(self.model, self._layers, attend, rotary, self._packed, wanted, graphs)
 
     def share(
         self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None
