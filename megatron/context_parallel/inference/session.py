@@ -24,7 +24,6 @@ from .cached_model import CachedModel
 from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
 from .decode_attention import DecodeAttention
 from .decode_layer import Attention
-from .decode_pages import DecodePages
 from .decode_rows import DecodeRows
 from .decode_step import DecodeStep, packed_weights, plain_layers
 from .heads import Heads
@@ -116,7 +115,7 @@ class Session:
         self._packed = packed_weights(model, self._layers) if frozen else {}
         self._attentions: dict[int, DecodeAttention] = {}  # by rows of a rank
         self._steps: dict[int, DecodeStep] = {}
-        self._graphs = GraphPool(self.device) if self.device.type == "cuda" and cp.n == 1 else None
+        self._graphs = GraphPool(self.device) if self.device.type == "cuda" else None
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class Session:
 
     def _step(self, attend: DecodeAttention, angles: Tensor | None) -> DecodeStep:
         if attend.size not in self._steps:
-            graphs = self._graphs if isinstance(attend.keys, DecodePages) else None
+            graphs = self._graphs if attend.can_be_captured else None
             self._steps[attend.size] = self._new_step(attend, angles, graphs=graphs)
         return self._steps[attend.size]
 

@@ -61,7 +61,8 @@ class StepGraph:
                 run()
         except RuntimeError as error:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
-            logging.getLogger(__name__).warning("decode steps run without a CUDA graph: %s", error)
+            cause = str(error.__context__ or error).partition("\n")[0]  # the first error, not that of the end
+            logging.getLogger(__name__).warning("decode steps run without a CUDA graph: %s", cause)
             self.graph, self._fails = None, True
             return
         self.graph = graph
