@@ -67,7 +67,8 @@ class DecodeStep:
         if self._graph is None:
             return self.run()
         recorder.at_layer(0)  # a graph does not tell where it is
-        self._graph(self.run, [precision(self.logits), *map(_address, self._weights())])
+        weights = () if self._graph.pool.frozen else tuple(map(_address, self._weights()))
+        self._graph(self.run, (precision(self.logits), weights))
         return self.logits
 
     @torch.inference_mode()

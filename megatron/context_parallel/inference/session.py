@@ -49,7 +49,8 @@ class Session:
         page: rows of a page.
         kv_cache_dtype: "auto", the dtype of the model, or "int8" or "fp8": keys and values have 8
             bits in the cache and between ranks, and a scale for each row and head.
-        frozen: whether the weights do not change any more. On CPU the session then keeps a packed copy of them.
+        frozen: whether the weights do not change any more. On CPU the session then keeps a packed copy of them. On a
+            GPU it does not look whether they were replaced.
 
     Attributes:
         window: the most tokens before itself that a token sees; None if a layer sees all.
@@ -115,7 +116,7 @@ class Session:
         self._packed = packed_weights(model, self._layers) if frozen else {}
         self._attentions: dict[int, DecodeAttention] = {}  # by rows of a rank
         self._steps: dict[int, DecodeStep] = {}
-        self._graphs = GraphPool(self.device) if self.device.type == "cuda" else None
+        self._graphs = GraphPool(self.device, frozen) if self.device.type == "cuda" else None
 
     # -- sequences ---------------------------------------------------------------------------------------------
 

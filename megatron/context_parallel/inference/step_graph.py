@@ -10,9 +10,13 @@ class GraphPool:
     """What the graphs of a session share: the stream on which they are captured, and their memory.
 
     They may share memory: one runs at a time, and none reads there what another has left.
+
+    Attributes:
+        frozen: whether no weight is replaced any more, so that nobody needs to look.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, frozen: bool = False) -> None:
+        self.frozen = frozen
         self.stream = torch.cuda.Stream(device)
         self.memory = torch.cuda.graph_pool_handle()
 
