@@ -79,6 +79,11 @@ class DecodeAttention:
         else:
             self.keys = DecodeRuns(cache, heads, self.gathered, self.places, self.parts)
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether a CUDA graph may have it: it has fixed tensors, and no messages."""
+        return self.group.n == 1 and isinstance(self.keys, DecodePages)
+
     def begin(self, rows: DecodeRows, slots: Tensor) -> None:
         """Takes the rows of a step, and the slots of this rank's, int64 [size]."""
         self.slots.copy_(slots)

@@ -1,6 +1,6 @@
 """A layer of a decode step on fixed buffers: the operations of megatron-core's plain layers, without their modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -180,6 +180,17 @@ class DecodeLayer:
         self.fc1, self.fc2 = layer.mlp.linear_fc1, layer.mlp.linear_fc2
         self.linears = self.qkv, self.proj, self.fc1, self.fc2
         self.activate = _activation(layer.config)
+
+    def weights(self) -> Iterator[Tensor | None]:
+        """All tensors of the modules that a step reads, in the same order each time; None for missing ones."""
+        for module in (self.input_norm, self.mlp_norm, *self.linears):
+            yield module.weight
+            yield module.bias
+        if self.normed:
+            for norm in (self.q_norm, self.k_norm):
+                yield norm.weight
+                yield norm.bias
+        yield self.core.softmax_offset
 
     def attend(self, of: LayerBuffers, attend: Attention) -> None:
         """Computes `of.attended` from `of.x`."""

@@ -1,11 +1,13 @@
 """A pass of a plain model on fixed buffers, usually a decode step: from tokens to logits without new tensors."""
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from megatron.context_parallel.kernels.position.kernel import precision
 from megatron.context_parallel.patches.torch_hooks import does_more
 from megatron.context_parallel.patches.torch_packed_linear import can_pack, pack
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
@@ -13,6 +15,7 @@ from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from .cached_model import CachedModel
 from .decode_layer import Attention, DecodeLayer, LayerBuffers, plain
 from .decode_product import PackedWeights, Product
+from .step_graph import GraphPool, StepGraph
 
 
 class DecodeStep:
@@ -27,6 +30,7 @@ class DecodeStep:
         rotary: the width of the rotary angles, or 0.
         packed: packed weights, if the weights do not change.
         wanted: int64, the rows whose logits are computed; default: all.
+        graphs: for a CUDA graph of the step. Its attention must have fixed tensors (`DecodePages`), and no messages.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class DecodeStep:
         rotary: int,
         packed: PackedWeights | None = None,
         wanted: Tensor | None = None,
+        graphs: GraphPool | None = None,
     ) -> None:
         self.model, self.layers, self.attend, self.wanted = model, layers, attend, wanted
         parameter = next(model.parameters())
@@ -47,6 +52,7 @@ class DecodeStep:
             self.last = LayerBuffers(model.config, len(wanted), 0, parameter.dtype, parameter.device, packed)
         self.logits = self.last.x.new_zeros(len(self.last.x), model.vocab_size)
         self._to_logits = Product(self.last.normed, self.logits, packed)
+        self._graph = StepGraph(graphs) if graphs else None
 
     def __call__(self, tokens: Tensor, positions: Tensor, angles: Tensor | None) -> Tensor:
         """The logits [wanted rows, vocabulary] of tokens int64 [rows]. The next step overwrites them.
@@ -58,7 +64,12 @@ class DecodeStep:
         self._inputs[1].copy_(positions)
         if angles is not None:
             self.buffers.set_angles(angles)
-        return self.run()
+        if self._graph is None:
+            return self.run()
+        recorder.at_layer(0)  # a graph does not tell where it is
+        weights = () if self._graph.pool.frozen else tuple(map(_address, self._weights()))
+        self._graph(self.run, (precision(self.logits), weights))
+        return self.logits
 
     @torch.inference_mode()
     def run(self) -> Tensor:
@@ -82,6 +93,17 @@ class DecodeStep:
         self._to_logits(output_weight(self.model))
         return self.logits
 
+    def _weights(self) -> Iterator[Tensor | None]:
+        """All tensors of the model that a step reads."""
+        embedding = self.model.embedding
+        yield embedding.word_embeddings.weight
+        if embedding.add_position_embedding:
+            yield embedding.position_embeddings.weight
+        for layer in self.layers:
+            yield from layer.weights()
+        norm = self.model.decoder.final_layernorm
+        yield from (norm.weight, norm.bias, output_weight(self.model))
+
     @torch.inference_mode()
     def attend_only(self) -> None:
         """The step of a rank without rows: attention over its keys for the rows of the others."""
@@ -89,6 +111,10 @@ class DecodeStep:
         for number, layer in enumerate(self.layers, 1):
             recorder.at_layer(number)
             self.attend.write(layer.core, of.queries, of.turned_k, of.v, of.by_head)
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 class _StandIn:

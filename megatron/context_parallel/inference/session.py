@@ -29,6 +29,7 @@ from .decode_step import DecodeStep, packed_weights, plain_layers
 from .heads import Heads
 from .pages import PAGE, PageTables
 from .pass_q import RING_PASS_Q
+from .step_graph import GraphPool
 
 DECODE = "decode"
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # as in a cluster's rates
@@ -48,7 +49,8 @@ class Session:
         page: rows of a page.
         kv_cache_dtype: "auto", the dtype of the model, or "int8" or "fp8": keys and values have 8
             bits in the cache and between ranks, and a scale for each row and head.
-        frozen: whether the weights do not change any more. On CPU the session then keeps a packed copy of them.
+        frozen: whether the weights do not change any more. On CPU the session then keeps a packed copy of them. On a
+            GPU it does not look whether they were replaced.
 
     Attributes:
         window: the most tokens before itself that a token sees; None if a layer sees all.
@@ -114,6 +116,7 @@ class Session:
         self._packed = packed_weights(model, self._layers) if frozen else {}
         self._attentions: dict[int, DecodeAttention] = {}  # by rows of a rank
         self._steps: dict[int, DecodeStep] = {}
+        self._graphs = GraphPool(self.device, frozen) if self.device.type == "cuda" else None
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -250,12 +253,19 @@ class Session:
 
     def _step(self, attend: DecodeAttention, angles: Tensor | None) -> DecodeStep:
         if attend.size not in self._steps:
-            self._steps[attend.size] = self._new_step(attend, angles)
+            graphs = self._graphs if attend.can_be_captured else None
+            self._steps[attend.size] = self._new_step(attend, angles, graphs=graphs)
         return self._steps[attend.size]
 
-    def _new_step(self, attend: Attention, angles: Tensor | None, wanted: Tensor | None = None) -> DecodeStep:
+    def _new_step(
+        self,
+        attend: Attention,
+        angles: Tensor | None,
+        wanted: Tensor | None = None,
+        graphs: GraphPool | None = None,
+    ) -> DecodeStep:
         rotary = 0 if angles is None else angles.shape[-1]
-        return DecodeStep(self.model, self._layers, attend, rotary, self._packed, wanted)
+        return DecodeStep(self.model, self._layers, attend, rotary, self._packed, wanted, graphs)
 
     def share(
         self, values: Mapping[int, Sequence[float]], width: int = 1, of: Sequence[int] | None = None

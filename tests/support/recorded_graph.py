@@ -1,0 +1,116 @@
+"""A CUDA graph that is pretended on the CPU: its operations run again on the same tensors, and nothing else does."""
+
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megatron.context_parallel.inference import decode_attention, decode_pages
+from megatron.context_parallel.kernels.interface import Scores
+from megatron.context_parallel.kernels.masks import FULL
+from megatron.context_parallel.kernels.paged import PagedKernel
+from megatron.context_parallel.kernels.quantized import unpack
+from megatron.context_parallel.kernels.reference import Reference
+
+_OF_THE_HOST = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
+_recording: list["RecordedGraph"] = []  # the graph that is captured, if any
+
+
+class RecordedGraph(TorchDispatchMode):
+    """As `torch.cuda.CUDAGraph`. It has the operations between its begin and end, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Callable, tuple, dict, list[Tensor]]] = []
+        self.replays = 0
+        self.broken = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.broken |= func._schema.name.removeprefix("aten::") in _OF_THE_HOST
+        return self.add(func, *args, **(kwargs or {}))
+
+    def add(self, call: Callable, *args, **how):
+        result = call(*args, **how)
+        self.calls.append((call, args, how, _tensors(result)))
+        return result
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self.replays += 1
+        for call, args, how, results in self.calls:
+            for old, new in zip(results, _tensors(call(*args, **how)), strict=True):
+                if old is not new:
+                    old.copy_(new)
+
+
+def _tensors(tree: object) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+@contextmanager
+def _graph(graph: RecordedGraph, *, pool: object, stream: object, capture_error_mode: str):
+    _recording.append(graph)
+    try:
+        with graph:
+            yield
+    finally:
+        _recording.pop()
+    if graph.broken:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def _launch(kernel: Callable) -> Callable:
+    """A launch of a kernel on a GPU: one operation."""
+
+    def launched(*args) -> None:
+        with _disable_current_modes():
+            _recording[-1].add(kernel, *args) if _recording else kernel(*args)
+
+    return launched
+
+
+def _attend(self, q, k, v, seen, scale, out, lse, form) -> None:
+    """As `PagedKernel.forward`, by definition."""
+    if form:
+        k, v = (unpack(x, form, q.dtype) for x in (k, v))
+    out.zero_()
+    lse.fill_(-torch.inf)
+    for row, (first, end) in enumerate(zip(seen.first.tolist(), seen.end.tolist(), strict=True)):
+        at = torch.arange(first, end)
+        slots = seen.table[row].long()[at // seen.page] * seen.page + at % seen.page
+        by_key = q[row].unflatten(0, (k.shape[1], -1)).unsqueeze(0)
+        found, log = Reference().forward(by_key, k[slots], v[slots], FULL, Scores(scale))
+        out[row].copy_(found.flatten(1, 2)[0])
+        lse[row].copy_(log.flatten(1, 2)[0])
+
+
+def _merge(out, lse, outs, lses) -> None:
+    out.copy_((lses.softmax(0).unsqueeze(-1) * outs).sum(0))
+    lse.copy_(lses.logsumexp(0))
+
+
+@contextmanager
+def recorded_graphs():
+    """Decode steps attend to pages, and what PyTorch has for CUDA graphs is pretended."""
+    stream = SimpleNamespace(device=torch.device("cpu"), wait_stream=lambda other: None)
+    cuda = {
+        "Stream": lambda device: stream,
+        "current_stream": lambda device=None: stream,
+        "set_stream": lambda stream: None,
+        "stream": lambda stream: nullcontext(),
+        "graph_pool_handle": object,
+        "CUDAGraph": RecordedGraph,
+        "graph": _graph,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cuda.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(decode_attention, "can_attend_to_pages", lambda *_: True)
+        patch.setattr(PagedKernel, "forward", _launch(_attend))
+        patch.setattr(decode_pages, "merge_rows", _launch(_merge))
+        yield
