@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, pretended: a replay gives what the step gives, and knows no change that it cannot."""
+"""CUDA graphs of decode steps, pretended: a replay gives what the step gives, also after changes."""
 
 import logging
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from megatron.context_parallel.inference.decode_layer import DecodeLayer
 from megatron.context_parallel.inference.decode_pages import DecodePages
 from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.step_graph import GraphPool, StepGraph
-from tests.support.recorded_graph import recorded_graphs
+from tests.support.recorded_graph import RecordedGraph, recorded_graphs
 from tests.support.session_case import VOCABULARY, session, start
 
 
@@ -71,8 +71,9 @@ def _cases() -> list:
 
 def test_a_replay_gives_what_the_step_gives(ranks):
     (found,) = ranks(1, _cases)
-    # Of the 14 steps, nine have four rows and five have three. The first of each runs twice, in two layers.
-    assert found == [(True, True, [8, 4], 2 * 2 * 2)] * len(CASES)
+    # Of the 14 steps, nine have four rows and five have three. The first of each runs twice, in two layers, and is
+    # replayed too, to compare.
+    assert found == [(True, True, [9, 5], 2 * 2 * 2)] * len(CASES)
 
 
 def _replaced() -> tuple[bool, list[float], int]:
@@ -118,12 +119,18 @@ def test_weights_may_change_and_be_replaced(ranks):
     assert captures == [0, 3]  # at first, and for each replaced tensor
 
 
-def _no_graph() -> tuple[bool, list[str], int]:
-    start()
-    lines = []
+def _warnings() -> list[str]:
+    """Gets the warnings that follow."""
+    lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("megatron.context_parallel.inference.step_graph").addHandler(handler)
+    return lines
+
+
+def _no_graph() -> tuple[bool, list[str], int]:
+    start()
+    lines = _warnings()
     finish = DecodeLayer.finish
 
     def reads(self, of):
@@ -140,6 +147,21 @@ def test_a_step_that_cannot_be_captured_runs_with_a_warning(ranks):
     ((equal, lines, without),) = ranks(1, _no_graph)
     assert equal and without == 2  # the steps of three and of four rows
     assert lines == ["decode steps run without a CUDA graph: operation not permitted when stream is capturing"] * 2
+
+
+def _replays_nothing() -> tuple[bool, list[str]]:
+    start()
+    lines = _warnings()
+    with recorded_graphs(), mock.patch.object(RecordedGraph, "replay", lambda self: None):
+        eager, graph = _sessions()
+        equal = torch.equal(_logits(graph), _logits(eager))
+    return equal, lines
+
+
+def test_a_graph_with_other_logits_than_the_step_is_not_used(ranks):
+    ((equal, lines),) = ranks(1, _replays_nothing)
+    assert equal
+    assert lines == ["decode steps run without a CUDA graph: it has other logits than the step"] * 2
 
 
 @pytest.mark.parametrize(

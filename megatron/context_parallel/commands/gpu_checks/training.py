@@ -1,4 +1,4 @@
-"""Trains a small Llama on a CPU, and goes on from its checkpoint on the GPU: the losses must be those of the CPU."""
+"""Trains a small Llama on a CPU, and resumes from its checkpoint on the GPU: the losses must be those of the CPU."""
 
 import json
 import os
