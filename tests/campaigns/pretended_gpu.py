@@ -86,6 +86,7 @@ def host(monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setattr(transport, "post", to_itself)
     monkeypatch.setattr(decode, "capture", lambda call: call)
+    monkeypatch.setattr(stages, "check_decode_model", lambda *_: None)  # tests/commands/test_gpu_check.py runs it
     monkeypatch.setattr(errors, "STRATEGIES", ["ring", "attention2d"])
     monkeypatch.setattr(errors, "BOUNDS", {torch.bfloat16: errors.BOUNDS[torch.bfloat16]})
     monkeypatch.setattr(speed, "REPEATS", 2)

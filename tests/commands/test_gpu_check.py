@@ -165,6 +165,11 @@ def test_everything_runs_and_agrees_with_float64(kernels, trainer, capsys):
     assert share == pytest.approx(max(1e-9 / r["formula_GB"] for r in report.numbers["memory"]))
     assert row["formula_GB"] * 1e9 == pytest.approx((memory_units() + 4) * 16 * 4 * 8 * 4)
     assert "left_out" in report.numbers["te"][0]
+    decoded = report.numbers["decode steps of a model"]
+    assert [(row["dtype"], row["cache"], row["verdict"]) for row in decoded] == [
+        ("bfloat16", "auto", "PASS"), ("float32", "auto", "PASS"), ("bfloat16", "int8", "PASS")
+    ]  # fmt: skip
+    assert decoded[1]["error"] < 1e-5 and decoded[2]["error"] > 1e-3
     calls = [(row["call"], row["bound"], row["verdict"]) for row in report.numbers["calls of one rank"]]
     assert calls == [(call, False, "PASS") for call in ("all_gather", "trade")]
     assert report.numbers["nccl"] == [

@@ -1,6 +1,8 @@
 """Common parts of the GPU checks: sizes, tables, random blocks, and the available backends."""
 
 import json
+import os
+import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel import UsageError
@@ -156,3 +159,15 @@ def deterministic_mode() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@contextmanager
+def world_of_one(device: torch.device) -> Iterator[None]:
+    """This process is the only rank of the world."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{os.path.join(folder, 'store')}"
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=store, rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

@@ -12,6 +12,8 @@ from .bars import judge
 from .common import CheckReport, CheckSizes
 from .compile import compile_kernels
 from .decode import check_decode
+from .decode_model import TABLE as DECODE_MODEL
+from .decode_model import check_decode_model
 from .documents import measure_documents
 from .errors import check_blocks, check_far_rows, check_other_blocks, check_strategies
 from .memory import PeakMemory, measure_memory
@@ -52,6 +54,7 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
             return judge(stage, *(min(ratios(speeds, way), default=None) for way in ("forward", "backward")))
         case "decode":
             check_decode(report, sizes, device, host.clock)
+            check_decode_model(report, sizes, device)
         case "training":
             check_training(report, sizes, device)
         case "tiles":
@@ -82,7 +85,8 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
                 return judge(stage, _failures(calls))
         case _:
             check_te(report, sizes, device)
-    checked = [row for row in tables[stage] if "left_out" not in row]
+    rows = tables[stage] + (tables[DECODE_MODEL] if stage == "decode" else [])
+    checked = [row for row in rows if "left_out" not in row]
     return judge(stage, _failures(checked)) if checked else []
 
 

@@ -1,10 +1,7 @@
 """Compares our attention inside Transformer Engine's layers with its own, forward and backward."""
 
 import importlib
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
@@ -15,7 +12,7 @@ from torch import Tensor
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention, why_not_importable
 
-from .common import CheckReport, CheckSizes
+from .common import CheckReport, CheckSizes, world_of_one
 
 BOUND = 2e-2  # for bfloat16, relative error of a whole tensor
 
@@ -25,7 +22,7 @@ def check_te(report: CheckReport, sizes: CheckSizes, device: torch.device) -> No
     if why := why_not_importable():
         report.add("te", left_out=f"Transformer Engine: {why}")
         return
-    with _world_of_one(device):
+    with world_of_one(device):
         cases = [("TransformerLayer", lambda: _layer(sizes, device))]
         if find_spec("megatron.core"):
             cases.append(("GPTModel", lambda: _model(sizes, device)))
@@ -34,17 +31,6 @@ def check_te(report: CheckReport, sizes: CheckSizes, device: torch.device) -> No
             out, gradients = (float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
             verdict = "PASS" if max(out, gradients) <= BOUND else "FAIL"
             report.add("te", checked=name, out=out, gradients=gradients, verdict=verdict)
-
-
-@contextmanager
-def _world_of_one(device: torch.device) -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{os.path.join(folder, 'store')}"
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=store, rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
 
 
 def _layer(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
