@@ -1,13 +1,16 @@
 """The predicted time and memory of a training step: against closed forms, and memory against a real tiny run."""
 
 import gc
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import ContextParallel, UsageError, context_parallel_attention
@@ -470,20 +473,40 @@ def _real_memory(family: str, changes: dict) -> tuple[dict, dict]:
     return real, {name: predicted[name] for name in real}
 
 
-def _allocated(changes: dict) -> tuple[int, int]:
-    """Bytes of the allocator at the peak of a step, and those predicted.
+@contextmanager
+def _collectives_of_one_rank():
+    """FSDP2 gathers copies of this rank's parts, and gets the first part of its own sums.
 
-    gloo's threads may free copies late, so of four steps after the first the one with less counts.
+    The threads of gloo free tensors some time after a collective, which would add to the peak.
     """
+
+    def gather(whole: Tensor, mine: Tensor, **_: object) -> None:
+        for part in whole.view(-1, mine.numel()):
+            if part.data_ptr() != mine.data_ptr():  # one of them is `mine`
+                part.copy_(mine.view(-1))
+
+    def scatter(output: Tensor, input: Tensor, **_: object) -> None:
+        output.view(-1).copy_(input.view(-1)[: output.numel()])
+
+    calls = {"all_gather_single": gather, "reduce_scatter_single": scatter}  # in torch 2.13
+    calls |= {"all_gather_into_tensor": gather, "reduce_scatter_tensor": scatter}  # before
+    with pytest.MonkeyPatch.context() as patch:
+        for name, call in calls.items():
+            patch.setattr(dist, name, call, raising=False)
+        yield
+
+
+def _allocated(changes: dict) -> tuple[int, int]:
+    """Bytes of the allocator at the peak of the third step, and those predicted."""
     sizes = {"num_layers": 4, "hidden_size": 256, "kv_channels": 64, "ffn_hidden_size": 704, "global_batch_size": 2}
     args = training_case.case_args("llama", context_parallel_size=2, **sizes, **changes)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with training_case.groups(args), torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         state = training_case.build(args)
         data = [training_case.batches(args, 0) for _ in state.model]
-        for _ in range(5):
+        for _ in range(3):
             gc.collect()
-            with torch.profiler.record_function("a step"):
+            with torch.profiler.record_function("a step"), _collectives_of_one_rank():
                 training.train_step(args, state, data, 0.0)
     total, peaks = 0, [0]
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -492,12 +515,13 @@ def _allocated(changes: dict) -> tuple[int, int]:
         if event.name() == "[memory]":
             total += event.nbytes()
             peaks[-1] = max(peaks[-1], total)
-    return min(peaks[2:]), peak(model_of(args), run_of(args)).bytes
+    return peaks[-1], peak(model_of(args), run_of(args)).bytes
 
 
 def test_memory_of_fsdp2_is_what_is_allocated(ranks):
     found = ranks(2, _allocated, zero_case.WAYS["torch_fsdp2"] | {"recompute_granularity": None})
-    assert found[0][1] == pytest.approx(min(measured for measured, _ in found), rel=0.03)
+    for measured, predicted in found:
+        assert predicted == pytest.approx(measured, rel=0.02)
 
 
 @pytest.mark.parametrize(
