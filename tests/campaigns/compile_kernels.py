@@ -43,7 +43,7 @@ class Compiled(NamedTuple):
     shared: int  # bytes
     wgmma: bool
     scalar_copies: int  # instructions that copy a single number of 4 bytes to shared memory
-    serialized: bool  # each wgmma waits for the one before: ptxas does this without a word where it lacks registers
+    serialized: bool  # each wgmma waits for the one before: ptxas does this, silently, where it lacks registers
 
 
 class Driver:
