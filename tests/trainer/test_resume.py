@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -74,6 +75,23 @@ def test_a_resumed_run_follows_its_flags_and_says_so(ranks, tmp_path):
     assert window.endswith("saved without it; leave out --window-size, or --finetune")
     assert "resuming with changed flags: --seed 1 (was 1234)" in seeded[1]
     assert "finetuning with changed flags: --window-size 4,0 (was not given)" in finetuned[1]
+
+
+def resume_in_16_bits(directory: str, sharded: bool) -> list[list]:
+    """Gradient norms of whole and resumed fp16 runs; None where the scale of 2^16 overflowed."""
+    half = {"fp16": True, "params_dtype": torch.float16, "use_distributed_optimizer": sharded, "train_iters": 5}
+    dynamic = half | {"initial_loss_scale": 2.0**16, "hysteresis": 1, "loss_scale_window": 2}
+    runs = [dynamic, dynamic | {"save": directory, "exit_interval": 3}, dynamic | {"load": directory}]
+    constant = {"loss_scale": 128.0, "save": directory + "/constant", "exit_interval": 1}
+    runs += [half | constant, dynamic | {"load": directory + "/constant", "train_iters": 2}]
+    return [training_case.train("llama", **how).grad_norms for how in runs]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_resumed_run_has_the_loss_scale_of_its_checkpoint_if_that_has_one(ranks, tmp_path, sharded):
+    whole, first, then, _, fresh = ranks(1, resume_in_16_bits, str(tmp_path), sharded)[0]
+    assert whole == first + then and first == [None] * 3 and None not in then
+    assert fresh == [None]  # as with the initial scale
 
 
 @pytest.mark.parametrize(
