@@ -117,6 +117,35 @@ def test_a_length_that_shuffles_anew_is_refused(tmp_path, train_iters, refused):
     check()
 
 
+def refusals_of_a_blend(folder: Path) -> list[str | None]:
+    """Of runs resumed with other lengths; a hundredth of the samples is from a corpus of one sample."""
+    prefixes = [data_case.corpus(folder / name, documents) for name, documents in (("large", 400), ("small", 1))]
+    found = list[str | None]()
+    for train_iters in (330, 420, 200):
+        args = data_case.arguments(folder, data_path=["0.99", prefixes[0], "0.01", prefixes[1]], split="100,0,0")
+        args.__dict__.update(load="run", train_iters=train_iters, global_batch_size=1, train_samples=None)
+        args.override_data_order = False
+        progress = Progress(iteration=290, consumed_train_samples=290, planned_train_samples=320)
+
+        def build(samples: int, args=args):
+            return data_case.datasets(args, samples, 0, 0)[0]
+
+        try:
+            found.append(check_shuffle(args, progress, build(train_iters), build))
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_length_that_shuffles_a_small_part_of_a_blend_anew_is_refused(ranks, tmp_path):
+    for name in ("large", "small"):
+        (tmp_path / name).mkdir()
+    same, longer, shorter = ranks(1, refusals_of_a_blend, tmp_path)[0]
+    assert same is None
+    for refused in (longer, shorter):
+        assert refused.endswith("give --train-iters 320, or --override-data-order")
+
+
 def without_last_document(folder: Path) -> None:
     data_case.corpus(folder, documents=39)
 
