@@ -2,8 +2,8 @@
 
 python -m tests.campaigns.zero [--family llama|gpt3] [--bf16] [--strategy ring|mesh] [--from WAY] [--to WAY]
 prints a line for each pair, on 4 ranks, context 2 x data 2. It fails if the relative difference of a loss or
-gradient norm of 8 steps is more than 1e-6, or with --bf16 2e-3: there a difference of 1e-7 may round a weight the
-other way.
+gradient norm of 8 steps is more than 1e-6, or with --bf16 2e-3: there a difference of 1e-7 may decide how a weight
+is rounded.
 """
 
 import argparse
