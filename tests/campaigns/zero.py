@@ -2,7 +2,8 @@
 
 python -m tests.campaigns.zero [--family llama|gpt3] [--bf16] [--strategy ring|mesh] [--from WAY] [--to WAY]
 prints a line for each pair, on 4 ranks, context 2 x data 2. It fails if the relative difference of a loss or
-gradient norm of 8 steps is more than 1e-6.
+gradient norm of 8 steps is more than 1e-6, or with --bf16 2e-3: there a difference of 1e-7 may decide how a weight
+is rounded.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import torch
 from tests.support import zero_case
 from tests.support.ranks import Ranks
 
-STOP, END, BOUND = 4, 8, 1e-6
+STOP, END = 4, 8
 
 
 def difference(got: list, expected: list) -> float:
@@ -36,7 +37,8 @@ def main() -> int:
     args = parser.parse_args()
     how = zero_case.MESH if args.strategy == "mesh" else {}
     how |= {"train_iters": END} | ({"bf16": True, "params_dtype": torch.bfloat16} if args.bf16 else {})
-    ranks, worst = Ranks(), 0.0
+    bound = 2e-3 if args.bf16 else 1e-6
+    ranks, worst = Ranks(4), 0.0
     try:
         plain = ranks(4, zero_case.train, args.family, zero_case.PLAIN | how)[0]
         for first in [args.first] if args.first else zero_case.WAYS:
@@ -51,10 +53,12 @@ def main() -> int:
                     off = difference(got, [values[STOP:] for values in plain])
                     print(f"{first} -> {then}: {off:.1e}", flush=True)
                     worst = max(worst, off)
+            ranks.close()  # some groups stay until their ranks end
+            ranks = Ranks(4)
     finally:
         ranks.close()
-    print(f"worst {worst:.1e}, allowed {BOUND:.0e}")
-    return int(worst > BOUND)
+    print(f"worst {worst:.1e}, allowed {bound:.0e}")
+    return int(worst > bound)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,11 @@ def test_text_never_splits_a_character_and_loses_none():
     out, _ = pieces(text.encode(), prompt="😀".encode())
     assert "".join(out) == text
     assert [piece for piece in out if piece][:5] == ["a", "é", "€", "😀", " "]
+    for prompt, text, found in (
+        (b"a\xe2\x82", b"\xacb", "€b"), (b"a\xe2", b"", ""), (b"a\xe2", b"b\xe2", "b\ufffd"),
+        ("a\ufffd".encode(), "\ufffdé".encode(), "\ufffdé"),
+    ):  # fmt: skip
+        assert "".join(pieces(text, prompt=prompt)[0]) == found  # a character that the prompt begins
     broken, _ = pieces(b"a\xf0\x9f\x80b\xe2\x82")
     assert "".join(broken) == b"a\xf0\x9f\x80b\xe2\x82".decode(errors="replace")
 

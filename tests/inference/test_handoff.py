@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.inference.sampling_params import SamplingParams
+from transformers import Qwen3MoeConfig
 
 from megatron.context_parallel.inference.engine import Engine, Request, RequestOutput
 from megatron.context_parallel.inference.faults import NAN
@@ -17,6 +18,7 @@ from megatron.context_parallel.inference.handoff.leases import Leases
 from megatron.context_parallel.inference.handoff.sequences import HandedSequences
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.integration.vllm import wire
+from megatron.context_parallel.integration.vllm.identity import difference, identity
 from megatron.context_parallel.integration.vllm.pull import Pull
 from megatron.context_parallel.integration.vllm.wire import Kind, Place, Ticket, WireError
 from megatron.context_parallel.serving.listen import bind
@@ -332,6 +334,23 @@ def plain_engine(size: int = 100, waste: int = 0) -> tuple[Engine, Calls]:
 
 def ended(outputs) -> list[tuple[str, str]]:
     return [(output.request, output.finish) for output in outputs if output.finish]
+
+
+@pytest.mark.parametrize(
+    ("changes", "fact"),
+    [
+        ({"sliding_window": 7}, ""),  # of no layer
+        ({"sliding_window": 7, "use_sliding_window": True}, "windows: [None] here, [7] there"),
+        ({"num_experts_per_tok": 3}, "num_experts_per_tok: 8 here, 3 there"),
+        ({"norm_topk_prob": True}, "norm_topk_prob: False here, True there"),
+        ({"hidden_act": "gelu"}, "hidden_act: silu here, gelu there"),
+    ],
+)
+def test_models_that_compute_other_rows_of_the_same_weights_differ(tmp_path, changes, fact):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    models = [Qwen3MoeConfig(), Qwen3MoeConfig(**changes)]
+    ours, theirs = (identity(config, "float32", tmp_path) for config in models)
+    assert difference(ours, theirs) == fact
 
 
 def test_a_handoff_is_answered_when_it_begins_and_pinned_when_it_is_done():

@@ -1,6 +1,7 @@
 """Experts in the trainer: losses and gradient norms of one rank, whatever ranks share sequences and experts."""
 
 import pytest
+import torch
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -23,7 +24,7 @@ SPREADS = {
 
 
 def train(changes: dict) -> tuple[list[float], list[float]]:
-    run = training_case.train("llama", train_iters=STEPS, **EXPERTS, **changes)
+    run = training_case.train("llama", **{"train_iters": STEPS, **EXPERTS, **changes})
     return run.losses, run.grad_norms
 
 
@@ -67,6 +68,17 @@ def test_a_run_goes_on_with_other_expert_ranks(ranks, one_rank, tmp_path):
     for run in ranks(2, train, {"load": str(tmp_path), CP: 2, **PLAIN}):
         assert run[0] == pytest.approx(losses[3:], rel=1e-6)
         assert run[1] == pytest.approx(norms[3:], rel=1e-6)
+
+
+def test_experts_have_the_loss_scale_of_the_other_weights(ranks):
+    half = {"fp16": True, "params_dtype": torch.float16, EP: 2, "lr": 0.0, "min_lr": 0.0, "train_iters": 8}
+    scaled = half | {"initial_loss_scale": 2.0**16, "loss_scale_window": 1, "hysteresis": 1}
+    (_, expected), _ = ranks(2, train, half | {"loss_scale": 128.0})
+    for _, norms in ranks(2, train, scaled):
+        kept = [pair for pair in zip(norms, expected, strict=True) if pair[0] is not None]
+        assert 0 < len(kept) < len(norms)  # some overflowed
+        for norm, right in kept:
+            assert norm == pytest.approx(right, rel=1e-3)
 
 
 FLAGS = (

@@ -15,7 +15,7 @@ def gradients(changes: dict, loss_scale: float) -> tuple[float, dict[str, torch.
     with training_case.groups(args):
         chunks = training_case.build(args).model
         gpt = chunks[0].module
-        gpt.config.grad_scale_func = (lambda loss: loss * loss_scale) if loss_scale != 1 else None
+        gpt.config.grad_scale_func = (lambda loss: loss * torch.tensor([loss_scale])) if loss_scale != 1 else None
         tokens = []
         gpt.output_layer.register_forward_hook(lambda layer, given, out: tokens.append(out[0].shape[:2].numel()))
         data = training_case.training.run_micro_batches(

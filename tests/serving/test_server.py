@@ -393,7 +393,7 @@ BAD = [
             "logit_bias": [{"5": 101}, {"5": "1"}],
             "stop_token_ids": [[5]],
             "response_format": [{"type": "xml"}, {"type": "json_schema", "json_schema": 5}],
-            "structured_outputs": [{"xml": "a"}],
+            "structured_outputs": [{"xml": "a"}, {}],
         }.items()
         for value in values
     ],

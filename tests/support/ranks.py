@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
 
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from tests.support.backtrace import backtrace, record_crash
 
 WORLD = 6
+MODELS = DistributedDataParallel, MegatronFSDP  # that may outlive a call
 
 
 def _serve(rank: int, pipe, of_parent: list, directory: str) -> None:
@@ -56,7 +58,7 @@ def _serve(rank: int, pipe, of_parent: list, directory: str) -> None:
 
 def _empty_models() -> None:
     """Garbage of Megatron's models: autograd's graphs keep some alive, with their groups and the groups' threads."""
-    left = [model for model in gc.get_objects() if type(model) is DistributedDataParallel]
+    left = [model for model in gc.get_objects() if type(model) in MODELS]
     for module in [module for model in left for module in model.modules()]:
         vars(module).clear()
     if left:

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -76,6 +77,23 @@ def test_a_resumed_run_follows_its_flags_and_says_so(ranks, tmp_path):
     assert "finetuning with changed flags: --window-size 4,0 (was not given)" in finetuned[1]
 
 
+def resume_in_16_bits(directory: str, sharded: bool) -> list[list]:
+    """Gradient norms of whole and resumed fp16 runs; None where the scale of 2^16 overflowed."""
+    half = {"fp16": True, "params_dtype": torch.float16, "use_distributed_optimizer": sharded, "train_iters": 5}
+    dynamic = half | {"initial_loss_scale": 2.0**16, "hysteresis": 1, "loss_scale_window": 2}
+    runs = [dynamic, dynamic | {"save": directory, "exit_interval": 3}, dynamic | {"load": directory}]
+    constant = {"loss_scale": 128.0, "save": directory + "/constant", "exit_interval": 1}
+    runs += [half | constant, dynamic | {"load": directory + "/constant", "train_iters": 2}]
+    return [training_case.train("llama", **how).grad_norms for how in runs]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_resumed_run_has_the_loss_scale_of_its_checkpoint_if_that_has_one(ranks, tmp_path, sharded):
+    whole, first, then, _, fresh = ranks(1, resume_in_16_bits, str(tmp_path), sharded)[0]
+    assert whole == first + then and first == [None] * 3 and None not in then
+    assert fresh == [None]  # as with the initial scale
+
+
 @pytest.mark.parametrize(
     ("train_iters", "refused"),
     [(20, False), (30, False), (10, False), (200, True)],
@@ -97,6 +115,35 @@ def test_a_length_that_shuffles_anew_is_refused(tmp_path, train_iters, refused):
         check()
     args.override_data_order = True
     check()
+
+
+def refusals_of_a_blend(folder: Path) -> list[str | None]:
+    """Of runs resumed with other lengths; a hundredth of the samples is from a corpus of one sample."""
+    prefixes = [data_case.corpus(folder / name, documents) for name, documents in (("large", 400), ("small", 1))]
+    found = list[str | None]()
+    for train_iters in (330, 420, 200):
+        args = data_case.arguments(folder, data_path=["0.99", prefixes[0], "0.01", prefixes[1]], split="100,0,0")
+        args.__dict__.update(load="run", train_iters=train_iters, global_batch_size=1, train_samples=None)
+        args.override_data_order = False
+        progress = Progress(iteration=290, consumed_train_samples=290, planned_train_samples=320)
+
+        def build(samples: int, args=args):
+            return data_case.datasets(args, samples, 0, 0)[0]
+
+        try:
+            found.append(check_shuffle(args, progress, build(train_iters), build))
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_length_that_shuffles_a_small_part_of_a_blend_anew_is_refused(ranks, tmp_path):
+    for name in ("large", "small"):
+        (tmp_path / name).mkdir()
+    same, longer, shorter = ranks(1, refusals_of_a_blend, tmp_path)[0]
+    assert same is None
+    for refused in (longer, shorter):
+        assert refused.endswith("give --train-iters 320, or --override-data-order")
 
 
 def without_last_document(folder: Path) -> None:

@@ -25,7 +25,9 @@ class TextStream:
         self._free = free
         self._stop = [text for text in stop if text]
         self._tokens = [*prompt[-8:]]
-        self._shown = len(decode(self._tokens))
+        text = decode(self._tokens)
+        self._shown = len(text.rstrip(_BROKEN))
+        self._begun = text[self._shown :]  # of a character that the prompt begins, and this text may end
         self._new = 0  # tokens since the last whole character
         self._held = ""  # possible start of a stop string
         self.stopped = False
@@ -38,6 +40,8 @@ class TextStream:
         text = self._decode(self._tokens)
         certain = text.rstrip(_BROKEN)
         found = certain[self._shown :]
+        if found:
+            found, self._begun = found.removeprefix(self._begun), ""
         self._shown = max(self._shown, len(certain))
         if certain == text:
             self._forget(text, found)
@@ -54,7 +58,7 @@ class TextStream:
 
     def finish(self) -> str:
         """The rest: a possible start of a stop string, and bytes that are not a character, as U+FFFD."""
-        rest = self._before_stop(self._decode(self._tokens)[self._shown :])
+        rest = self._before_stop(self._decode(self._tokens)[self._shown :].removeprefix(self._begun))
         held, self._held = self._held, ""
         return rest if self.stopped else rest + held
 

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
@@ -43,6 +47,38 @@ class ContextParallelTrainer(Trainer):
             self.cp = use_context_parallel(self.accelerator, self.cp_strategy, cast(PreTrainedModel, self.model))
         batch = {name: x for name, x in inputs.items() if name not in _FROM_POSITIONS}
         return nullcontext, {**shard_batch(self.cp, batch), "use_cache": False}
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Replaces how the losses of ranks are gathered. The Trainer calls it for `evaluate` and `predict`.
+
+        Raises:
+            UsageError: predictions are asked for, not only the loss.
+        """
+        if not (self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only):
+            raise UsageError("predict: a rank has the logits of its own tokens only; call evaluate")
+        self.gather_function = self._losses_of_samples
+        return super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
+
+    def _losses_of_samples(self, losses: Tensor) -> Tensor:
+        """The losses of all samples of a batch, from each rank's [samples].
+
+        The Trainer's own function takes each rank for samples of its own. It cuts off those that fill up the last
+        batch, so ranks of a context group were left out.
+        """
+        assert self.cp is not None  # there was a batch
+        of_sequence = losses / self.cp.n
+        dist.all_reduce(of_sequence, group=self.cp.group)
+        first = self.accelerator.gather(torch.tensor([self.cp.rank == 0], device=losses.device))
+        samples = self.accelerator.gather(of_sequence).unflatten(0, (len(first), -1))[first].flatten()
+        state = self.accelerator.gradient_state
+        return samples[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else samples
 
 
 def _check_options(trainer: Trainer) -> None:

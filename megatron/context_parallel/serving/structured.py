@@ -66,9 +66,11 @@ class Structured(Strict):
                 raise ValueError("response_format: json_schema has no schema")
             found.append(_of_schema(named.schema_))
         if given := self.structured_outputs:
-            found += [_of_schema(given.json_), _of_regex(given.regex)]
-            found += [_of_choice(given.choice), _of_grammar(given.grammar)]
-            found.append(_of_schema({"type": "object"} if given.json_object else None))
+            chosen = [_of_schema(given.json_), _of_regex(given.regex), _of_choice(given.choice)]
+            chosen += [_of_grammar(given.grammar), _of_schema({"type": "object"} if given.json_object else None)]
+            if not any(chosen) and given.json_object is None:
+                raise ValueError("structured_outputs: give one of json, json_object, regex, choice and grammar")
+            found += chosen
         return [grammar for grammar in found if grammar]
 
 

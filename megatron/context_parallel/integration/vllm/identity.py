@@ -8,6 +8,7 @@ from typing import Any
 
 _FILES = 8  # at a time
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_COMPUTED = ("hidden_act", "hidden_activation", "num_experts_per_tok", "norm_topk_prob", "query_pre_attn_scalar")
 
 
 def identity(config: Any, dtype: str, folder: Path) -> dict[str, Any]:
@@ -30,6 +31,8 @@ def identity(config: Any, dtype: str, folder: Path) -> dict[str, Any]:
         **facts,
         "head_dim": head_dim,
         "norm_epsilon": getattr(config, "rms_norm_eps", None),
+        **{name: getattr(config, name, None) for name in _COMPUTED},
+        "windows": _windows(config),
         "dtype": dtype,
         "rope": _rope(config),
         "weights": digest_of_weights(folder),
@@ -64,6 +67,14 @@ def digest_of_weights(folder: Path) -> str:
 def _digest(file: Path) -> bytes:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=32)).digest()
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The window of each layer; one for all of them if they are alike. None: a token sees all tokens before it."""
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or [f"{'sliding' if window else 'full'}_attention"]
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    return windows if len({*windows}) > 1 else windows[:1]
 
 
 def _rope(config: Any) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def sharded_optimizer(
 
 def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], loaded: dict[str, Any]) -> None:
     """Restore the optimizer from a loaded state dict. Values that flags set stay as the flags of this run set them."""
+    if not loaded.get("grad_scaler"):  # a constant scale has no state: a dynamic one starts as flags say
+        loaded = {name: value for name, value in loaded.items() if name != "grad_scaler"}
     if _has_buckets(optimizer, model):
         _load_buckets(optimizer, loaded)
         return

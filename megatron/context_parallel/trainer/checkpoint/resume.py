@@ -1,6 +1,6 @@
 """A resumed run must have the model of its checkpoint and, unless told otherwise, the same order of data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.context_parallel.cli.flag import Flag
@@ -37,7 +37,7 @@ _TOLD = (
     "context_parallel_size",
     "expert_model_parallel_size",
 )
-_PROBES = 64  # samples that are compared
+_PROBES = 64  # samples of a data set that are compared
 
 
 def check_resume(args: Arguments, saved: dict) -> str | None:
@@ -131,14 +131,26 @@ def check_shuffle(
         return
     before = planned_for(planned)
     assert before is not None  # it had samples
-    probes = {round(part / (_PROBES - 1) * (consumed - 1)) for part in range(_PROBES)}
-    if all((before[at]["tokens"] == train[at]["tokens"]).all() for at in probes):
+    there = [at for at in _probes(before, consumed) if at < len(train)]  # type: ignore[arg-type]
+    if all((before[at]["tokens"] == train[at]["tokens"]).all() for at in there):
         return
     name, length = "train_iters", planned // args.global_batch_size
     if args.train_samples:
         name, length = "train_samples", planned
     why = f"the checkpoint in --load {args.load} is from a run of {length}, and other epochs reshuffle the data"
     refuse(args, name, f"{why}; give {FLAGS[name].given(length)}, or --override-data-order")
+
+
+def _probes(data: "Dataset", consumed: int) -> set[int]:
+    """Some of the first `consumed` samples, of each data set of a blend."""
+    from megatron.core.datasets.blended_dataset import BlendedDataset  # which a dry run does not wait for
+
+    own: list[Sequence[int]] = [range(consumed)]
+    if isinstance(data, BlendedDataset):
+        of = data.dataset_index[:consumed]
+        own = [(of == number).nonzero()[0].tolist() for number in range(len(data.datasets))]
+    parts = [part / (_PROBES - 1) for part in range(_PROBES)]
+    return {places[round(part * (len(places) - 1))] for places in own if places for part in parts}
 
 
 def _refuse(args: Arguments, flag: Flag, now: object, saved: object) -> NoReturn:

@@ -36,6 +36,7 @@ from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 from .data_parallel import DataParallel, wrap
 from .host_optimizer import HostOptimizer
+from .loss_scale import share_scale
 
 
 def build_model(args: Arguments) -> list[DataParallel]:
@@ -199,6 +200,7 @@ def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[Megatro
         (part,) = optimizer.chained_optimizers
         optimizer = HostOptimizer(part)
     if args.fp16:
+        share_scale(optimizer)
         model[0].config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,
