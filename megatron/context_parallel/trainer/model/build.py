@@ -132,6 +132,13 @@ def _gate(args: Arguments) -> Callable[[Tensor], Tensor] | None:
     return _quick_gelu if args.quick_geglu else None
 
 
+def _has_fused_activation(args: Arguments) -> bool:
+    """Whether megatron-core has a kernel for the activation. Of experts it has one for SwiGLU without biases only."""
+    if args.num_experts:
+        return args.swiglu and not args.add_bias_linear
+    return args.swiglu or (not _gate(args) and args.add_bias_linear and args.bias_gelu_fusion)
+
+
 def _quick_gelu(x: Tensor) -> Tensor:  # megatron-core compiles its own, which needs a C++ compiler
     return x * torch.sigmoid(1.702 * x)
 
@@ -165,8 +172,7 @@ def transformer_config(args: Arguments) -> ModelConfig:
         gradient_accumulation_fusion=False,
         # These two fusions are compiled, which needs a GPU or a C++ compiler.
         bias_dropout_fusion=torch.cuda.is_available(),
-        bias_activation_fusion=torch.cuda.is_available()
-        and (args.swiglu or (not gate and args.add_bias_linear and args.bias_gelu_fusion)),
+        bias_activation_fusion=torch.cuda.is_available() and _has_fused_activation(args),
     )
     given.pop("mlp_chunks_for_training", None)  # from 0.18 on megatron-core cuts too, but keeps every part
     if args.recompute_modules:  # of these the MLP is ours
