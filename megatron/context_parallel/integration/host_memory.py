@@ -122,7 +122,7 @@ class HostMemory:
 def _pin(buffer: Tensor) -> None:
     """Pins a buffer while it lives. PyTorch's own pinned memory has the next power of two of its bytes."""
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
-    torch.cuda.check_error(int(cudart.cudaHostRegister(address, len(buffer), 1)))  # 1: for all devices
+    torch.cuda.check_error(cudart.cudaHostRegister(address, len(buffer), 1))  # 1: for all devices
     finalize(buffer, cudart.cudaHostUnregister, address)
 
 
