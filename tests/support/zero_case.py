@@ -1,5 +1,9 @@
 """Kinds of sharding of optimizer, gradients and weights over data and context ranks, and runs that use them."""
 
+from unittest import mock
+
+from megatron.core.optimizer import clip_grads
+
 from tests.support import training_case
 
 PLAIN = {"use_distributed_optimizer": False}
@@ -31,4 +35,23 @@ WAYS = {
 def train(family: str, changes: dict) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a run with two micro batches on each of two data ranks."""
     run = training_case.train(family, context_parallel_size=2, global_batch_size=8, **changes)
+    return run.losses, run.grad_norms
+
+
+def train_with_few_rows() -> tuple[list[float], list[float], int]:
+    """Losses and norms of FSDP2 with more ranks than sinks have rows, and the smallest tensor in a kernel for many."""
+    smallest, apply = [], clip_grads.multi_tensor_applier
+
+    def applied(op, flag, lists, *how):
+        smallest.extend(min(x.numel() for x in tensors) for tensors in lists)
+        return apply(op, flag, lists, *how)
+
+    with mock.patch.object(clip_grads, "multi_tensor_applier", applied):
+        run = training_case.train("sinks", global_batch_size=12, train_iters=3, **WAYS["torch_fsdp2"])
+    return run.losses, run.grad_norms, min(smallest)
+
+
+def train_with_all_rows() -> tuple[list[float], list[float]]:
+    """The same with whole weights."""
+    run = training_case.train("sinks", global_batch_size=12, train_iters=3, **PLAIN)
     return run.losses, run.grad_norms

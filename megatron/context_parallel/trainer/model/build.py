@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -34,7 +33,7 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.samples import decay_samples, train_samples, warmup_samples
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
-from .data_parallel import DataParallel, wrap
+from .data_parallel import DataParallel, finish_gradients, wrap
 from .host_optimizer import HostOptimizer
 
 
@@ -188,7 +187,7 @@ def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel)
 
 
 def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DataParallel]) -> None:
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finish_gradients
     if model[0].ddp_config.overlap_grad_reduce:  # Megatron-FSDP sets it if gradients are sharded
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]

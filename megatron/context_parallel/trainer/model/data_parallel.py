@@ -8,13 +8,18 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer import TransformerConfig, TransformerLayer
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel.patches.cpu_host import on_cpu_mesh
 from megatron.context_parallel.patches.megatron_data_parallel import BaseDataParallel
@@ -65,6 +70,16 @@ class TorchFSDP2(BaseDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Does nothing: the backward pass has already summed the gradients."""
 
+    def drop_empty_gradients(self) -> None:
+        """Leave weights of which this rank has no rows out of the update.
+
+        Beside an empty tensor, Transformer Engine's kernels for many tensors (until its pull request 3212) and Apex's
+        leave out others, or write beyond their list.
+        """
+        for parameter in self.parameters():
+            if isinstance(parameter.grad, DTensor) and not parameter.grad.to_local().numel():
+                parameter.grad = None
+
 
 DataParallel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel | TorchFSDP2
 
@@ -106,6 +121,14 @@ def wrap(args: Arguments, config: TransformerConfig, module: torch.nn.Module, in
             sharded = FullyShardedDataParallel(config, ddp_config(args), module, device=device)
     sharded.descriptions = known
     return sharded
+
+
+def finish_gradients(model: list[DataParallel], *given: Any, **named: Any) -> None:
+    """megatron-core's `finalize_model_grads`; then the gradients are ready for the optimizer."""
+    finalize_model_grads(model, *given, **named)
+    for chunk in model:
+        if isinstance(chunk, TorchFSDP2):
+            chunk.drop_empty_gradients()
 
 
 def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
