@@ -33,3 +33,9 @@ def test_ranks_without_rows_of_a_weight_give_no_kernel_an_empty_tensor(ranks):
         assert smallest > 0
         assert losses == pytest.approx(whole[0], rel=1e-6)
         assert norms == pytest.approx(whole[1], rel=1e-6)
+
+
+def test_fsdp2_widens_one_part_of_a_model_at_a_time(ranks):
+    (found,) = ranks(1, zero_case.whole_float32_when_sharding)
+    layer, table, norm = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 48 + 2 * 32, 64 * 32, 32
+    assert found == [table, layer, layer, table + norm]  # embedding, layers; then the output layer and its norm

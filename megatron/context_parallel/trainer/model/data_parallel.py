@@ -37,7 +37,7 @@ class TorchFSDP2(BaseDataParallel):
     """
 
     def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
-        super().__init__(config=config, module=module.float())
+        super().__init__(config=config, module=module)
         self.ddp_config = ddp_config(args)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         mesh = DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
@@ -49,6 +49,7 @@ class TorchFSDP2(BaseDataParallel):
         kinds = (TransformerLayer, *((LanguageModelEmbedding,) if args.untie_embeddings_and_output_weights else ()))
         units = [unit for unit in module.modules() if isinstance(unit, kinds)]
         for unit in (*units, module):
+            _widen(unit)
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
             assert isinstance(sharded, FSDPModule)
             sharded.set_gradient_divide_factor(1.0)
@@ -79,6 +80,13 @@ class TorchFSDP2(BaseDataParallel):
         for parameter in self.parameters():
             if isinstance(parameter.grad, DTensor) and not parameter.grad.to_local().numel():
                 parameter.grad = None
+
+
+def _widen(unit: torch.nn.Module) -> None:
+    """Convert the weights of a module that are still whole to float32: those of a whole model may not fit a device."""
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        if tensor.is_floating_point() and not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.float()
 
 
 DataParallel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel | TorchFSDP2
