@@ -1,15 +1,18 @@
 """The table of saved bytes against what autograd and checkpoints of megatron-core's layers really keep on a CPU."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 from megatron.context_parallel.cluster.step import saved_bytes
+from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer import training
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from tests.support import training_case
+from tests.support.ideal_model import MODEL
 from tests.support.saved_tensors import Listing
 
 SIZES = {"hidden_size": 40, "kv_channels": 12, "ffn_hidden_size": 52}
@@ -102,3 +105,15 @@ def test_the_table_is_that_of_a_listing(ranks, name, ranks_of_a_sequence):
         if case.get("cross_entropy_chunk_size"):  # the logits of a chunk are freed with its gradients
             assert listed.pop("loss") + listed.pop("output_layer") > expected.pop("loss")
         assert listed == expected, case
+
+
+@pytest.mark.parametrize(("swiglu", "biases", "vectors"), [(True, False, 2), (True, True, 5), (False, True, 2)])
+def test_experts_without_a_fused_kernel_keep_more_on_a_gpu(swiglu, biases, vectors):
+    """Of the activation, and of its result before it is multiplied by the probability."""
+    wide, wider = (
+        replace(MODEL, num_experts=4, moe_ffn_hidden_size=width, swiglu=swiglu, add_bias_linear=biases)
+        for width in (100, 101)
+    )
+    run = TrainConfig(seq_length=64, dtype="bf16", implementation="fused")
+    kept = [{part.name: part.bytes for part in saved_bytes.mlp_parts(model, run)}["experts"] for model in (wide, wider)]
+    assert kept[1] - kept[0] == 64 * 2 * wide.moe_router_topk * vectors

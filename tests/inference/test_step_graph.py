@@ -146,7 +146,8 @@ def _no_graph() -> tuple[bool, list[str], int]:
 def test_a_step_that_cannot_be_captured_runs_with_a_warning(ranks):
     ((equal, lines, without),) = ranks(1, _no_graph)
     assert equal and without == 2  # the steps of three and of four rows
-    assert lines == ["decode steps run without a CUDA graph: operation not permitted when stream is capturing"] * 2
+    # No other capture is tried.
+    assert lines == ["decode steps run without a CUDA graph: operation not permitted when stream is capturing"]
 
 
 def _replays_nothing() -> tuple[bool, list[str]]:

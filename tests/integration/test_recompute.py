@@ -228,6 +228,37 @@ def test_host_memory_does_not_count_and_is_used_again(ranks):
     assert used == SQUARES * 4 * SIZE
 
 
+class Cudart:
+    """CUDA's runtime, which remembers the pinned ranges: bytes by address."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.pinned[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def test_a_buffer_pins_its_own_bytes_and_no_more(monkeypatch):
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    memory = HostMemory(SlowStream())
+    saved = memory.put(torch.arange(2**18 + 1.0))
+    assert sum(cudart.pinned.values()) == memory.used == 4 * (2**18 + 1)
+    del saved
+    memory.put(torch.arange(2**18 + 1.0))
+    assert sum(cudart.pinned.values()) == memory.used == 4 * (2**18 + 1)
+    del memory
+    gc.collect()
+    assert not cudart.pinned
+
+
 class SlowStream:
     """Copies when it is waited for, and not before. Lists what is started and waited for, by the number of values."""
 

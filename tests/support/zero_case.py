@@ -1,5 +1,13 @@
 """Kinds of sharding of optimizer, gradients and weights over data and context ranks, and runs that use them."""
 
+from unittest import mock
+
+import torch
+from megatron.core.optimizer import clip_grads
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from megatron.context_parallel.trainer.model import data_parallel
 from tests.support import training_case
 
 PLAIN = {"use_distributed_optimizer": False}
@@ -32,3 +40,48 @@ def train(family: str, changes: dict) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a run with two micro batches on each of two data ranks."""
     run = training_case.train(family, context_parallel_size=2, global_batch_size=8, **changes)
     return run.losses, run.grad_norms
+
+
+def train_with_few_rows() -> tuple[list[float], list[float], int]:
+    """Losses and norms of FSDP2 with more ranks than sinks have rows, and the smallest tensor in a kernel for many."""
+    smallest, apply = [], clip_grads.multi_tensor_applier
+
+    def applied(op, flag, lists, *how):
+        smallest.extend(min(x.numel() for x in tensors) for tensors in lists)
+        return apply(op, flag, lists, *how)
+
+    with mock.patch.object(clip_grads, "multi_tensor_applier", applied):
+        run = training_case.train("sinks", global_batch_size=12, train_iters=3, **WAYS["torch_fsdp2"])
+    return run.losses, run.grad_norms, min(smallest)
+
+
+def train_with_all_rows() -> tuple[list[float], list[float]]:
+    """The same with whole weights."""
+    run = training_case.train("sinks", global_batch_size=12, train_iters=3, **PLAIN)
+    return run.losses, run.grad_norms
+
+
+def whole_float32_when_sharding() -> list[int]:
+    """Parameters that are whole and in float32 whenever FSDP2 shards a part of a model of two layers in bfloat16."""
+    found = []
+
+    def shard(unit, **how):
+        roots = {id(p): p for p in models[0].parameters() if not isinstance(p, DTensor)}
+        found.append(sum(p.numel() for p in roots.values() if p.dtype is torch.float32))
+        return fully_shard(unit, **how)
+
+    models = []
+    init = data_parallel.TorchFSDP2.__init__
+
+    def build(self, args, config, module):
+        models.append(module)
+        init(self, args, config, module)
+
+    args = training_case.case_args("llama", bf16=True, params_dtype=torch.bfloat16, **WAYS["torch_fsdp2"])
+    with (
+        training_case.groups(args),
+        mock.patch.object(data_parallel, "fully_shard", shard),
+        mock.patch.object(data_parallel.TorchFSDP2, "__init__", build),
+    ):
+        training_case.build(args)
+    return found

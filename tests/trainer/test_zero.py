@@ -25,3 +25,17 @@ def test_a_run_that_changes_hands_is_that_of_plain_ddp(ranks, tmp_path):
         for run in ranks(4, zero_case.train, "llama", zero_case.WAYS[way] | how | checkpoints | {"train_iters": steps}):
             assert run[0] == pytest.approx(losses[start:end], rel=1e-6), way
             assert run[1] == pytest.approx(norms[start:end], rel=1e-6), way
+
+
+def test_ranks_without_rows_of_a_weight_give_no_kernel_an_empty_tensor(ranks):
+    expected = ranks(6, zero_case.train_with_all_rows)
+    for (losses, norms, smallest), whole in zip(ranks(6, zero_case.train_with_few_rows), expected, strict=True):
+        assert smallest > 0
+        assert losses == pytest.approx(whole[0], rel=1e-6)
+        assert norms == pytest.approx(whole[1], rel=1e-6)
+
+
+def test_fsdp2_widens_one_part_of_a_model_at_a_time(ranks):
+    (found,) = ranks(1, zero_case.whole_float32_when_sharding)
+    layer, table, norm = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 48 + 2 * 32, 64 * 32, 32
+    assert found == [table, layer, layer, table + norm]  # embedding, layers; then the output layer and its norm

@@ -23,10 +23,12 @@ class GraphPool:
 
     Attributes:
         frozen: whether no weight is replaced any more, so that nobody needs to look.
+        fails: whether a capture failed. No other is tried: torch 2.11's allocator does not recover from it.
     """
 
     def __init__(self, device: torch.device, frozen: bool = False) -> None:
         self.frozen = frozen
+        self.fails = False
         self.stream = torch.cuda.Stream(device)
         self.memory = torch.cuda.graph_pool_handle()
 
@@ -34,8 +36,8 @@ class GraphPool:
 class StepGraph:
     """A CUDA graph of a step.
 
-    The first call runs the step and captures it. The next ones replay the graph. If PyTorch cannot capture it, or if
-    its first replay has other logits, a warning is logged, and each call runs the step.
+    The first call runs the step and captures it. The next ones replay the graph. If PyTorch cannot capture a step of
+    the session, or if its first replay has other logits, a warning is logged, and each call runs the step.
     """
 
     def __init__(self, pool: GraphPool) -> None:
@@ -57,6 +59,8 @@ class StepGraph:
             run()
         elif self.graph is not None and reads == self._reads:
             self.graph.replay()
+        elif self.pool.fails:
+            run()
         else:
             self._run_and_capture(run)
             self._reads = reads
@@ -77,6 +81,7 @@ class StepGraph:
                 run()
         except RuntimeError as error:
             torch.cuda.set_stream(current)  # a capture that fails leaves its own
+            self.pool.fails = True
             cause = str(error.__context__ or error).partition("\n")[0]  # the first error, not that of the end
             self._give_up(cause)
             return

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -61,8 +61,8 @@ class CPUStream:
 class HostMemory:
     """A pool of buffers in host memory, and copies from and to the device.
 
-    For a GPU the buffers are pinned. On a CPU they are shared memory, which does not count as memory of the process
-    (RLIMIT_DATA), like host memory beside a GPU.
+    The buffers are shared memory, which does not count as memory of the process (RLIMIT_DATA). For a GPU they are
+    pinned.
 
     Attributes:
         used: bytes of all buffers, those in the pool included.
@@ -81,9 +81,10 @@ class HostMemory:
         if free := self._free[size]:
             return free.pop()
         self.used += size
+        buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
         if torch.cuda.is_available():
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+            _pin(buffer)
+        return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer to the pool. The stream orders a copy into it after those out of it."""
@@ -116,6 +117,13 @@ class HostMemory:
         finally:
             self._before = ref(self._layer)
             self._layer = None
+
+
+def _pin(buffer: Tensor) -> None:
+    """Pins a buffer while it lives. PyTorch's own pinned memory has the next power of two of its bytes."""
+    cudart, address = torch.cuda.cudart(), buffer.data_ptr()
+    torch.cuda.check_error(cudart.cudaHostRegister(address, len(buffer), 1))  # 1: for all devices
+    finalize(buffer, cudart.cudaHostUnregister, address)
 
 
 class _Layer:

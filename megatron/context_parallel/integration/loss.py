@@ -92,8 +92,9 @@ class _LossInChunks(torch.autograd.Function):
                 total += model.chunk_loss(chunk, weight)
             return total
         scale_loss = model.config.grad_scale_func  # without it, 16-bit gradients of a loss may become 0
-        one = torch.ones_like(total)
-        scale = scale_loss(one).view_as(one) if scale_loss else one  # megatron-core's scales are [1]
+        scale = torch.ones_like(total)
+        if scale_loss:
+            scale = scale_loss(scale).reshape(())  # megatron-core's is [1]
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
         of_hidden = [_differentiate(model, chunk, weight, scale, total, of_weight) for chunk in chunks]
         ctx.save_for_backward(torch.cat(of_hidden), of_weight.to(weight.dtype), scale)

@@ -120,7 +120,7 @@ def _experts(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
     """What experts keep of a token, beside the input of their router."""
     chosen, width = model.moe_router_topk, model.moe_ffn_hidden_size or 0
     shared = 0 if "shared_experts" in run.computed_again else model.moe_shared_expert_intermediate_size or 0
-    weighted = 1 if run.implementation == "cpu" else 0  # the activation before it is multiplied by the probability
+    weighted = 0 if _fuses_activation(model, run) else 1  # the activation before it is multiplied by the probability
     kept = activation_vectors(model, run) + weighted
     each = {
         "router": chosen * (8 + 4),  # which experts, and their probabilities
@@ -138,7 +138,13 @@ def activation_vectors(model: ModelShape, run: TrainConfig) -> int:
     """Vectors as wide as the MLP that its activation keeps."""
     if not model.swiglu:
         return 1
-    return 4 if run.implementation == "cpu" else 2  # unfused: also both factors of the product
+    return 2 if _fuses_activation(model, run) else 4  # unfused: also both factors of the product
+
+
+def _fuses_activation(model: ModelShape, run: TrainConfig) -> bool:
+    """Whether the activation is one kernel. Of experts, only gated ones without biases have one."""
+    own = model.num_experts and (model.add_bias_linear or not model.swiglu)
+    return run.implementation != "cpu" and not own
 
 
 def _norm_and_output(model: ModelShape, run: TrainConfig, norm: str, after: str) -> dict[str, int]:

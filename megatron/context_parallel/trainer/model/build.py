@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -34,7 +33,7 @@ from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.samples import decay_samples, train_samples, warmup_samples
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
-from .data_parallel import DataParallel, wrap
+from .data_parallel import DataParallel, finish_gradients, wrap
 from .host_optimizer import HostOptimizer
 from .loss_scale import share_scale
 
@@ -133,6 +132,13 @@ def _gate(args: Arguments) -> Callable[[Tensor], Tensor] | None:
     return _quick_gelu if args.quick_geglu else None
 
 
+def _has_fused_activation(args: Arguments) -> bool:
+    """Whether megatron-core has a kernel for the activation. Of experts it has one for SwiGLU without biases only."""
+    if args.num_experts:
+        return args.swiglu and not args.add_bias_linear
+    return args.swiglu or (not _gate(args) and args.add_bias_linear and args.bias_gelu_fusion)
+
+
 def _quick_gelu(x: Tensor) -> Tensor:  # megatron-core compiles its own, which needs a C++ compiler
     return x * torch.sigmoid(1.702 * x)
 
@@ -166,8 +172,7 @@ def transformer_config(args: Arguments) -> ModelConfig:
         gradient_accumulation_fusion=False,
         # These two fusions are compiled, which needs a GPU or a C++ compiler.
         bias_dropout_fusion=torch.cuda.is_available(),
-        bias_activation_fusion=torch.cuda.is_available()
-        and (args.swiglu or (not gate and args.add_bias_linear and args.bias_gelu_fusion)),
+        bias_activation_fusion=torch.cuda.is_available() and _has_fused_activation(args),
     )
     given.pop("mlp_chunks_for_training", None)  # from 0.18 on megatron-core cuts too, but keeps every part
     if args.recompute_modules:  # of these the MLP is ours
@@ -183,7 +188,7 @@ def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel)
 
 
 def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DataParallel]) -> None:
-    config.finalize_model_grads_func = finalize_model_grads
+    config.finalize_model_grads_func = finish_gradients
     if model[0].ddp_config.overlap_grad_reduce:  # Megatron-FSDP sets it if gradients are sharded
         no_sync = [chunk.no_sync for chunk in model]
         config.no_sync_func = no_sync if len(model) > 1 else no_sync[0]

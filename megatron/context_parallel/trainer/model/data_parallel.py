@@ -8,13 +8,18 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.transformer import TransformerConfig, TransformerLayer
 from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel.patches.cpu_host import on_cpu_mesh
 from megatron.context_parallel.patches.megatron_data_parallel import BaseDataParallel
@@ -32,7 +37,7 @@ class TorchFSDP2(BaseDataParallel):
     """
 
     def __init__(self, args: Arguments, config: TransformerConfig, module: torch.nn.Module) -> None:
-        super().__init__(config=config, module=module.float())
+        super().__init__(config=config, module=module)
         self.ddp_config = ddp_config(args)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         mesh = DeviceMesh.from_group(group, "cuda" if torch.cuda.is_available() else "cpu")
@@ -44,6 +49,7 @@ class TorchFSDP2(BaseDataParallel):
         kinds = (TransformerLayer, *((LanguageModelEmbedding,) if args.untie_embeddings_and_output_weights else ()))
         units = [unit for unit in module.modules() if isinstance(unit, kinds)]
         for unit in (*units, module):
+            _widen(unit)
             sharded = fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=place)
             assert isinstance(sharded, FSDPModule)
             sharded.set_gradient_divide_factor(1.0)
@@ -64,6 +70,23 @@ class TorchFSDP2(BaseDataParallel):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Does nothing: the backward pass has already summed the gradients."""
+
+    def drop_empty_gradients(self) -> None:
+        """Leave weights of which this rank has no rows out of the update.
+
+        Beside an empty tensor, Transformer Engine's kernels for many tensors (until its pull request 3212) and Apex's
+        leave out others, or write beyond their list.
+        """
+        for parameter in self.parameters():
+            if isinstance(parameter.grad, DTensor) and not parameter.grad.to_local().numel():
+                parameter.grad = None
+
+
+def _widen(unit: torch.nn.Module) -> None:
+    """Convert the weights of a module that are still whole to float32: those of a whole model may not fit a device."""
+    for tensor in (*unit.parameters(), *unit.buffers()):
+        if tensor.is_floating_point() and not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.float()
 
 
 DataParallel: TypeAlias = DistributedDataParallel | FullyShardedDataParallel | TorchFSDP2
@@ -106,6 +129,14 @@ def wrap(args: Arguments, config: TransformerConfig, module: torch.nn.Module, in
             sharded = FullyShardedDataParallel(config, ddp_config(args), module, device=device)
     sharded.descriptions = known
     return sharded
+
+
+def finish_gradients(model: list[DataParallel], *given: Any, **named: Any) -> None:
+    """megatron-core's `finalize_model_grads`; then the gradients are ready for the optimizer."""
+    finalize_model_grads(model, *given, **named)
+    for chunk in model:
+        if isinstance(chunk, TorchFSDP2):
+            chunk.drop_empty_gradients()
 
 
 def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
