@@ -162,10 +162,12 @@ def wrong_calls() -> list[str]:
     cut = shard_batch(whole, cp)
     tokens, places = cut["tokens"], cut["position_ids"]
     said = []
+    ahead = GPTModel(config(mtp_num_layers=1), spec, VOCABULARY, LENGTH)
     for attempt in (
         lambda: attention(q, q, q, None),
         lambda: attention(q[:1], q, q, None),
         lambda: ContextParallelAttention(settings, **how),
+        lambda: use_layout(ahead, cp),
         lambda: use_layout(model, cp) or model(tokens, places, None, labels=whole["labels"]),
         lambda: model(tokens, whole["position_ids"], None),
         lambda: model(tokens, None, None),
@@ -188,6 +190,7 @@ def test_wrong_calls_are_told(ranks):
                 "--cp-layout cyclic: the model's RoPE uses zigzag; call use_layout(model, cp) first",
                 "1 queries, 4 keys: megatron-core's caches are not supported; use Session",
                 "--context-parallel-size 4: the group of cp has 2 ranks; give ContextParallel(strategy, group=",
+                "mtp_num_layers 1: multi-token prediction shifts tokens in megatron-core's own layout; give None",
                 "labels [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
                 "position_ids [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
                 "position_ids: missing; give those of shard_batch(batch, cp)",
