@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from examples.huggingface import small_chats, small_llama
 
@@ -36,6 +37,41 @@ def compare(ranks, *flags: str) -> None:
 
 def test_trainer_equals_one_rank(ranks, model):
     compare(ranks, model)
+
+
+def evaluated(folder: str, cp_size: int) -> tuple[float, str]:
+    """The loss of three samples in batches of two, and what is said to `predict`."""
+    from accelerate import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    from examples.huggingface.trainer import on_cpu
+    from megatron.context_parallel import UsageError
+    from megatron.context_parallel.integration.trainer import ContextParallelTrainer
+    from tests.support.transformers_case import batch, model_of
+
+    settings = {"output_dir": folder, "per_device_eval_batch_size": 2, "max_steps": 1, "save_strategy": "no"}
+    settings |= {"report_to": [], **on_cpu()}
+    if cp_size > 1:
+        settings |= {"parallelism_config": ParallelismConfig(cp_size=cp_size), "fsdp": True}
+    tokens, labels = (torch.cat([x, x[:1].flip(1)]) for x in batch().values())
+    labels[2, 9:] = -100  # so that no two samples, and no two ranks, have equal losses
+    rows = [{"input_ids": ids, "labels": of} for ids, of in zip(tokens, labels, strict=True)]
+    kind = ContextParallelTrainer if cp_size > 1 else Trainer
+    trainer = kind(model=model_of("llama"), args=TrainingArguments(**settings), train_dataset=rows)
+    trainer.train()  # FSDP2 needs an optimizer
+    loss = trainer.evaluate(rows)["eval_loss"]
+    if cp_size == 1:
+        return loss, ""
+    with pytest.raises(UsageError) as refused:
+        trainer.predict(rows)
+    return loss, str(refused.value)
+
+
+def test_an_evaluation_is_that_of_one_rank(ranks, tmp_path):
+    ((expected, _),) = ranks(1, evaluated, str(tmp_path), 1)
+    for loss, said in ranks(2, evaluated, str(tmp_path), 2):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        assert said == "predict: a rank has the logits of its own tokens only; call evaluate, for the loss"
 
 
 def test_sft_trainer_on_packed_chats_equals_one_rank(ranks, model, tmp_path):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer
 
@@ -43,6 +44,35 @@ class ContextParallelTrainer(Trainer):
             self.cp = use_context_parallel(self.accelerator, self.cp_strategy, cast(PreTrainedModel, self.model))
         batch = {name: x for name, x in inputs.items() if name not in _FROM_POSITIONS}
         return nullcontext, {**shard_batch(self.cp, batch), "use_cache": False}
+
+    def evaluation_loop(self, *inputs: Any, **named: Any) -> Any:
+        """The Trainer's, which else takes each rank's part of a loss for that of another batch."""
+        self.gather_function = self._gather_losses
+        return super().evaluation_loop(*inputs, **named)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """The Trainer's.
+
+        Raises:
+            UsageError: logits are asked for.
+        """
+        if not prediction_loss_only:
+            raise UsageError("predict: a rank has the logits of its own tokens only; call evaluate, for the loss")
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def _gather_losses(self, losses: Tensor) -> Tensor:
+        """The losses of a batch [b of each data rank] from those [b] of each rank, without those that pad the last.
+
+        The mean over a context group is the loss of a data rank.
+        """
+        assert self.cp is not None  # since the batch was sharded
+        first, second = dist.get_process_group_ranks(self.cp.group)[:2]
+        by_group = self.accelerator.gather(losses).view(-1, self.cp.n, second - first, len(losses))
+        of_batch = by_group[:, :, 0].mean(1).flatten()
+        state = self.accelerator.gradient_state
+        return of_batch[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else of_batch
 
 
 def _check_options(trainer: Trainer) -> None:
