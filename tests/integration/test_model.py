@@ -120,6 +120,7 @@ def refusals() -> list[str]:
     attention = ContextParallelAttention(config(), **how)
     tries = [
         lambda: ContextParallelAttention(config(attention_dropout=0.1), **how),
+        lambda: ContextParallelAttention(config(qk_clip=True), **how),
         lambda: ContextParallelAttention(config(window_size=(8, -3)), **how)(q, q[:, :, :2], q[:, :, :2], None),
         lambda: attention(q, q, q, torch.ones(4, 4)),
         lambda: attention(q, q, q, None, attn_mask_type=AttnMaskType.padding),
@@ -139,6 +140,7 @@ def test_what_the_attention_cannot_do_is_refused(ranks):
     (messages,) = ranks(1, refusals)
     wanted = [
         "--attention-dropout 0.1",
+        "qk_clip: needs the largest score",
         "--window-size (8, -3)",
         "causal",
         "padding",
