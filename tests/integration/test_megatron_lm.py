@@ -23,9 +23,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.integration import megatron_lm
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from tests.support.gpt_case import BATCH, LENGTH, VOCABULARY, config
 from tests.support.megatron_lm_case import THD, train
 from tests.support.releases import installed
+
+support_cpu_host()
 
 
 def test_training_equals_one_rank(ranks):

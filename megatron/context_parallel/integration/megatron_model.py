@@ -35,9 +35,7 @@ def check_layers(model: GPTModel, n: int) -> None:
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
         given = getattr(config, name)
         if any(given) if isinstance(given, list) else given:
-            raise UsageError(
-                f"{name} {given}: over {n} context ranks megatron-core gives it 1/{n} of its weight; give 0"
-            )
+            raise UsageError(f"{name} {given}: over {n} ranks megatron-core gives it 1/{n} of its weight; give 0")
     for module in model.modules():
         attention = getattr(module, "core_attention", None)
         if isinstance(attention, torch.nn.Module) and not isinstance(attention, ContextParallelAttention):
