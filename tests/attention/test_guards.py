@@ -16,6 +16,7 @@ from megatron.context_parallel.plan.volume import units
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.runtime.comm.transport import LocalTransport, MessageQueue
 from megatron.context_parallel.runtime.executor import Executor, Problem
+from megatron.context_parallel.strategies import Pass, Strategy
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Documents, Mask
@@ -102,6 +103,18 @@ def test_a_sample_of_the_plans_for_documents_is_verified(monkeypatch):
         context_parallel_attention(q, q, q, cp, **how).sum().backward()
     # The first of two passes as the layout says, and of two with a placement that needs one step: nothing is sent.
     assert [backward for _, backward in verified] == [False, True] * 2 and verified[2][0] < verified[0][0]
+
+
+def test_each_plan_of_a_strategy_of_ones_own_is_verified(monkeypatch):
+    def hasty(at: Pass):
+        for step in STRATEGIES["ring"].write(at):
+            yield Step(step.comm, step.attend if at.visible_pairs(1, 0) else ())
+
+    monkeypatch.setitem(STRATEGIES, "hasty", Strategy("hasty", ("zigzag",), hasty, {}, ("ring",)))
+    cp, q = AllRanks(2, "hasty"), torch.randn(16, 1, 1, 4)
+    context_parallel_attention(q, q, q, cp, documents=Documents(torch.zeros(16).long()))
+    with pytest.raises(PlanError, match="rank 0, step 0: O chunk 0 ends without the block of chunk 0"):
+        context_parallel_attention(q, q, q, cp, documents=Documents(torch.arange(16) // 4))
 
 
 def test_plans_of_changing_documents_are_forgotten():

@@ -31,6 +31,8 @@ def mistakes() -> list[str]:
     odd = wan()[0]
     for block in odd.blocks:
         del type(block.attn1.processor)._attention_backend
+    counting = wan()[0]
+    counting.blocks[0].attn1.is_amplify_history = True  # as in Helios
     attend = model.blocks[0].attn1.processor._attention_backend
     attend = diffusers.models.attention_dispatch._AttentionBackendRegistry._backends[attend]
     x = torch.zeros(1, 4, 2, 8)
@@ -38,6 +40,8 @@ def mistakes() -> list[str]:
         lambda: use_context_parallel(planless, cp),
         lambda: use_context_parallel(model, cp),
         lambda: use_context_parallel(odd, cp),
+        lambda: use_context_parallel(counting, cp),
+        lambda: model(**data, kv_cache_mode="cached"),
         lambda: attend(x, x, x, attn_mask=x),
         lambda: attend(x, x, x, is_causal=True),
         lambda: changed(**data),
@@ -56,6 +60,8 @@ def test_wrong_uses_are_told(ranks):
                 "WanTransformer3DModel: has no _cp_plan",
                 "WanTransformer3DModel: is already parallel",
                 "WanTransformer3DModel: WanAttnProcessor does not support attention backends",
+                "WanTransformer3DModel: is_amplify_history finds the history in whole sequences only; give False",
+                "kv_cache_mode cached: a rank has a part of the reference only; give None",
                 "attn_mask: a rank has only a part of it",
                 "dropout_p 0.0, is_causal True: not supported; give",
                 "WanTransformer3DModel: attention backend AttentionBackendName.NATIVE was set later",

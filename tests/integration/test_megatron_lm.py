@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from inspect import signature
 from pathlib import Path
 
@@ -22,9 +23,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.integration import megatron_lm
+from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from tests.support.gpt_case import BATCH, LENGTH, VOCABULARY, config
 from tests.support.megatron_lm_case import THD, train
 from tests.support.releases import installed
+
+support_cpu_host()
 
 
 def test_training_equals_one_rank(ranks):
@@ -58,6 +62,11 @@ def refused_batches() -> list[str]:
     mask, bounds = torch.ones(BATCH, 1, LENGTH, LENGTH), torch.tensor([[0, LENGTH]])
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     said = []
+    spec = get_gpt_layer_local_spec()
+    models = {
+        name: GPTModel(config(context_parallel_size=1), spec, VOCABULARY, LENGTH) for name in ("mtp", "aux", "own")
+    }
+    models["mtp"].config.mtp_num_layers, models["aux"].config.moe_aux_loss_coeff = 1, [0.0, 0.01]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, value in megatron_lm.replacements(["ring"], packed=True):
             patch.setattr(owner, name, value)
@@ -74,6 +83,7 @@ def refused_batches() -> list[str]:
             "not sharded": lambda: model(tokens, None, None, packed_seq_params=packed),
             "not packed": lambda: model(tokens, None, None),
             "latent": lambda: other(tokens, None, None, packed_seq_params=packed),
+            **{name: partial(model, tokens, None, None) for name, model in models.items()},
         }
         if THD:
             calls["hybrid too"] = lambda: utils.get_batch_on_this_hybrid_cp_rank({}, 2)
@@ -100,6 +110,9 @@ def test_batches_that_would_be_cut_wrong_are_refused(ranks):
             "not packed: packed sequences (thd): this pipeline stage got none; give --pipeline-model-parallel-size 2 "
             "or less, or take megatron-core 0.17 or later",
             "latent: packed sequences (thd): not supported with --multi-latent-attention; leave it out",
+            "mtp: mtp_num_layers 1: multi-token prediction shifts tokens in megatron-core's own layout; give None",
+            "aux: moe_aux_loss_coeff [0.0, 0.01]: over 2 ranks megatron-core gives it 1/2 of its weight; give 0",
+            "own: core_attention DotProductAttention: not replaced; build the model after the replacements",
             *([f"hybrid too: {hybrid}"] if THD else []),
         ]
 

@@ -120,6 +120,7 @@ def refusals() -> list[str]:
     attention = ContextParallelAttention(config(), **how)
     tries = [
         lambda: ContextParallelAttention(config(attention_dropout=0.1), **how),
+        lambda: ContextParallelAttention(config(qk_clip=True), **how),
         lambda: ContextParallelAttention(config(window_size=(8, -3)), **how)(q, q[:, :, :2], q[:, :, :2], None),
         lambda: attention(q, q, q, torch.ones(4, 4)),
         lambda: attention(q, q, q, None, attn_mask_type=AttnMaskType.padding),
@@ -139,6 +140,7 @@ def test_what_the_attention_cannot_do_is_refused(ranks):
     (messages,) = ranks(1, refusals)
     wanted = [
         "--attention-dropout 0.1",
+        "qk_clip: needs the largest score",
         "--window-size (8, -3)",
         "causal",
         "padding",
@@ -162,10 +164,12 @@ def wrong_calls() -> list[str]:
     cut = shard_batch(whole, cp)
     tokens, places = cut["tokens"], cut["position_ids"]
     said = []
+    ahead = GPTModel(config(mtp_num_layers=1), spec, VOCABULARY, LENGTH)
     for attempt in (
         lambda: attention(q, q, q, None),
         lambda: attention(q[:1], q, q, None),
         lambda: ContextParallelAttention(settings, **how),
+        lambda: use_layout(ahead, cp),
         lambda: use_layout(model, cp) or model(tokens, places, None, labels=whole["labels"]),
         lambda: model(tokens, whole["position_ids"], None),
         lambda: model(tokens, None, None),
@@ -188,6 +192,7 @@ def test_wrong_calls_are_told(ranks):
                 "--cp-layout cyclic: the model's RoPE uses zigzag; call use_layout(model, cp) first",
                 "1 queries, 4 keys: megatron-core's caches are not supported; use Session",
                 "--context-parallel-size 4: the group of cp has 2 ranks; give ContextParallel(strategy, group=",
+                "mtp_num_layers 1: multi-token prediction shifts tokens in megatron-core's own layout; give None",
                 "labels [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
                 "position_ids [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
                 "position_ids: missing; give those of shard_batch(batch, cp)",

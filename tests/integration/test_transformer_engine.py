@@ -149,6 +149,10 @@ def test_what_would_change_the_result_is_refused():
         ({"core_attention_bias_type": "alibi"}, "core_attention_bias_type alibi: not supported; give no_bias"),
         ({"checkpoint_core_attention": True}, "checkpoint_core_attention True: not supported"),
         ({"num_splits": 4}, "num_splits 4: not supported; give 1"),
+        (
+            {"attn_mask_type": "no_mask", "window_size": (-1, 0)},
+            r"window_size \(-1, 0\) with no_mask: .* give \(-1, -1",
+        ),
     ):
         with pytest.raises(UsageError, match=message):
             module(*tensors(), **wrong)

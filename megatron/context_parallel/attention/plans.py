@@ -26,7 +26,8 @@ Lengths = tuple[int, int]  # numbers of queries and keys of the whole sequence
 
 
 class Plans:
-    """The plans of a strategy for n ranks. Each is verified; of those for documents, the first of each pass.
+    """The plans of a strategy for n ranks. Each is verified; of those for documents the first of each pass, if the
+    strategy is of this package: to verify all takes long.
 
     Attributes:
         choice: the strategy and its options; n: the number of context ranks.
@@ -72,8 +73,8 @@ class Plans:
         return self.cached(("plan", visible_pairs, placed, in_order, heads, kv_heads, backward), make)
 
     def _is_to_be_verified(self, mask: Mask, backward: bool) -> bool:
-        """Each batch of documents has its own plans, so only the first ones are verified: it would take too long."""
-        if mask.documents is None:
+        """Each batch of documents has its own plans. Of this package's strategies only the first ones are verified."""
+        if mask.documents is None or not self.choice.strategy.of_package:
             return True
         kind = placement_of(mask.documents) is not None, backward
         is_first = kind not in self._verified_for_documents

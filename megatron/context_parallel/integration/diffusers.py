@@ -36,8 +36,9 @@ def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
         cp: the context group.
 
     Raises:
-        UsageError: the model has no plan, is already parallel, or has an attention that supports no other backend. A
-            call of the model raises it for a mask, causal attention or dropout, and if another backend was set later.
+        UsageError: the model has no plan, is already parallel, or has an attention that supports no other backend or
+            counts tokens (Helios that amplifies its history). A call of the model raises it for a mask, causal
+            attention, dropout or a cache of keys, and if another backend was set later.
     """
     name = type(model).__name__
     if not has_plan(model):
@@ -46,18 +47,24 @@ def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
         raise UsageError(f"{name}: is already parallel; leave out enable_parallelism() and parallel_config")
     modules = [m for m in model.modules() if isinstance(m, Attention | MochiAttention | AttentionModuleMixin)]
     for module in modules:
+        if getattr(module, "is_amplify_history", False):
+            raise UsageError(f"{name}: is_amplify_history finds the history in whole sequences only; give False")
         if not takes_backend(module.processor):
             kind = type(module.processor).__name__
             raise UsageError(f"{name}: {kind} does not support attention backends; use another model")
     backend = _new_backend(cp)
     for module in modules:
         set_backend(module.processor, backend)
-    model.register_forward_pre_hook(partial(_check_backends, backend, modules))
+    model.register_forward_pre_hook(partial(_check_call, backend, modules), with_kwargs=True)
     if cp.n > 1:
         cut_by_plan(model, DeviceMesh.from_group(cp.group, model.device.type))
 
 
-def _check_backends(backend: AttentionBackendName, modules: list[Any], model: ModelMixin, args: tuple) -> None:
+def _check_call(
+    backend: AttentionBackendName, modules: list[Any], model: ModelMixin, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    if kwargs.get("kv_cache_mode") is not None:
+        raise UsageError(f"kv_cache_mode {kwargs['kv_cache_mode']}: a rank has a part of the reference only; give None")
     for module in modules:
         if (now := backend_of(module.processor)) is not backend:
             name = type(model).__name__

@@ -1,9 +1,10 @@
 """Batches of Megatron's scripts: sharded by the layout, with packed sequences (thd) as documents."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -13,6 +14,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
 
+from .megatron_model import check_layers
 from .packed import PackedDocuments, documents_of
 
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
@@ -27,11 +29,13 @@ class Batches:
         context: returns the context group; the process groups exist only when the first batch is sharded.
         packed: each call of the model must bring packed sequences, because flags ask for them.
         bounds: `cu_seqlens` and `cu_seqlens_padded` of the last batch.
+        checked: the models whose layers were checked.
     """
 
     context: Callable[[], ContextParallel]
     packed: bool
     bounds: tuple[Tensor, ...] = ()
+    checked: WeakSet[GPTModel] = field(default_factory=WeakSet)
 
     def shard(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """This rank's tokens of a batch of tensors [b, length, ...]; bounds of documents [1, m] remain whole.
@@ -77,14 +81,17 @@ class Batches:
     def call(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`GPTModel.forward` with the documents of its packed sequences.
 
-        It raises UsageError for packed sequences that `shard` did not shard, for none where flags ask for them, and for
-        multi-latent attention.
+        It raises UsageError for packed sequences that `shard` did not shard, for none where flags ask for them, for
+        multi-latent attention with them, and for models that `check_layers` refuses.
         """
 
         @wraps(forward)
         def forward_documents(
             model: GPTModel, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
         ) -> Tensor:
+            if model not in self.checked:
+                check_layers(model, self.context().n)
+                self.checked.add(model)
             if packed_seq_params is None and self.packed:
                 raise UsageError(
                     "packed sequences (thd): this pipeline stage got none; give --pipeline-model-parallel-size 2 or "

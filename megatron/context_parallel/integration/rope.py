@@ -13,6 +13,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.megatron_rope import share_cos_and_sin
 from megatron.context_parallel.tokens.mask import Documents, placement_of
 
+from .megatron_model import check_shifts
 from .model_config import ModelConfig
 from .packed import PackedDocuments, accept_thd
 from .spec import ContextParallelAttention
@@ -81,8 +82,9 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
     not sharded like the tokens, and for a cache of megatron-core.
 
     Raises:
-        UsageError: megatron-core's YaRN, which has positions of its own.
+        UsageError: megatron-core's YaRN, which has positions of its own, or multi-token prediction.
     """
+    check_shifts(model, cp.n)
     if model.position_embedding_type == "yarn":
         raise UsageError("position_embedding_type yarn: give rope, and call use_yarn(model, ...) before use_layout")
     model.context_parallel = cp

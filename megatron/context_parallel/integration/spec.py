@@ -79,6 +79,9 @@ class ContextParallelAttention(MegatronModule):
             raise UsageError(f"--attention-dropout {dropout}: context-parallel attention has no dropout; give 0")
         if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
             raise UsageError("fp8_dot_product_attention: not supported, attention runs in 16 or 32 bits; leave it out")
+        for name in ("qk_clip", "log_max_attention_logit"):
+            if getattr(config, name, False):
+                raise UsageError(f"{name}: needs the largest score, which is not kept; leave it out")
         if k_channels and not follows_layout:
             raise UsageError("--multi-latent-attention: works with integration.megatron_lm only")
         if k_channels and config.apply_rope_fusion:

@@ -169,13 +169,16 @@ class DotProductAttention(torch.nn.Module):
             raise UsageError(f"{q.shape[2]} query and {k.shape[2]} key heads: the module was created for {self.heads}")
         if len(q) != len(k):
             raise UsageError(f"{len(q)} queries, {len(k)} keys: caches are not supported; give as many keys as queries")
+        window = window_size or self.window_size or (-1, -1)
+        if window == (-1, 0) and not _MASKS[mask]:
+            raise UsageError(f"window_size {window} with {mask}: Transformer Engine takes it for none; give (-1, -1)")
         out = context_parallel_attention(
             q,
             k,
             v,
             self.cp,
             causal=_MASKS[mask],
-            window=window_size or self.window_size or (-1, -1),
+            window=window,
             scale=self.scale,
             softcap=self.softcap if softcap is None else softcap,
         )

@@ -68,6 +68,11 @@ class Strategy:
     planned: bool = True
     period: int | Callable[..., int | tuple[int, int] | None] | None = None
 
+    @property
+    def of_package(self) -> bool:
+        """Whether it is one of this package's, not of a user."""
+        return self.write.__module__.startswith(f"{__package__}.")
+
     def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
         every = [option for strategy in STRATEGIES.values() for option in strategy.options.values()]
