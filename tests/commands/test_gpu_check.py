@@ -1,6 +1,7 @@
 """All of tools/gpu_check.py without a GPU, at tiny sizes with CPU kernels. The times have no meaning."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 
 from megatron.context_parallel import STRATEGIES, UsageError
 from megatron.context_parallel.commands import gpu_check
-from megatron.context_parallel.commands.gpu_checks import common, compile, errors, speed, te, training
+from megatron.context_parallel.commands.gpu_checks import common, compile, decode_model, errors, speed, te, training
 from megatron.context_parallel.commands.gpu_checks.bars import SECONDS, STAGES, judge
 from megatron.context_parallel.commands.gpu_checks.stages import Host, run_stage
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention
@@ -130,6 +131,26 @@ def test_training_compares_losses_with_those_of_a_cpu(trainer, bad):
     expected = [0.1, 0.101] if bad == "WRONG" else [None, None]
     assert [row["difference"] for row in wrong] == (pytest.approx(expected) if bad == "WRONG" else expected)
     assert {row["wrong"] for row in wrong} == {"" if bad == "WRONG" else "RuntimeError: out of memory"}
+
+
+def test_decode_steps_of_a_model_fail_with_a_warning_or_other_logits(monkeypatch):
+    real = decode_model._steps
+
+    def steps(*given):
+        found, seconds = real(*given)
+        if len(report.numbers[decode_model.TABLE]) == 0:
+            logging.getLogger("megatron.context_parallel.inference.step_graph").warning("without a CUDA graph")
+        else:
+            found[0][0] *= 3
+        return found, seconds
+
+    monkeypatch.setattr(decode_model, "_steps", steps)
+    monkeypatch.setattr(decode_model, "CASES", decode_model.CASES[:2])
+    report = common.CheckReport()
+    decode_model.check_decode_model(report, TINY, CPU)
+    warned, wrong = report.numbers[decode_model.TABLE]
+    assert (warned["verdict"], warned["wrong"]) == ("FAIL", "without a CUDA graph") and warned["error"] < 1e-2
+    assert (wrong["verdict"], wrong["wrong"]) == ("FAIL", "") and wrong["error"] > 0.1
 
 
 @pytest.fixture
