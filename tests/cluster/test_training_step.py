@@ -270,6 +270,16 @@ def test_copies_to_host_memory_wait_where_layers_do_not_hide_them():
         seconds(on_host, ALONE)
 
 
+def test_layers_without_a_window_take_their_time_and_memory():
+    run = replace(RUN, context_parallel_size=4, recompute_granularity="selective")  # attention once more
+    window, some = (replace(MODEL, window_size=63, full_layers=layers) for layers in (0, 3))
+    without, within, both = (forecast_step(model, run, BOX).parts for model in (MODEL, window, some))
+    for part in ("attention", "attention's exposed communication"):
+        assert both[part] == pytest.approx((3 * without[part] + within[part]) / 4)
+    assert within["attention"] < without["attention"] / 2
+    assert attention_buffers(some, run) == attention_buffers(MODEL, run) > attention_buffers(window, run)
+
+
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     far = replace(BOX, nics=replace(BOX.nics, GB_s=1e9), inside=IntraNode(GB_s=1e9, latency_us=0))
     run = replace(RUN, pipeline_model_parallel_size=4, global_batch_size=6)

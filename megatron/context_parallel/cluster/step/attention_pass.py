@@ -40,8 +40,9 @@ def attention_shape(model: ModelShape, run: TrainConfig) -> Shape:
 
 
 def attention_mask(model: ModelShape) -> Mask:
-    """The mask of all layers."""
-    return Mask(True, (-1, -1) if model.window_size is None else (model.window_size, 0))
+    """The mask of the layers in which a token sees the most: of a model with windows in some layers, the others."""
+    window = model.widest_window
+    return Mask(True, (-1, -1) if window is None else (window, 0))
 
 
 def attention_plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
@@ -176,7 +177,7 @@ def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, Tra
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         padded_vocab_size=1,
-        window_size=model.window_size,
+        window_size=model.widest_window,
     )
     run = replace(
         run,
