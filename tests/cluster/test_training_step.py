@@ -425,6 +425,16 @@ def test_sharding_divides_what_it_names():
     assert last.items[-1].bytes == 4 * count
 
 
+def test_the_optimizer_updates_all_experts_that_it_shards():
+    """Data and context ranks share them out, however many of them have the weights of an expert."""
+    experts = replace(MODEL, num_experts=8, moe_ffn_hidden_size=64)
+    run = replace(RUN, context_parallel_size=4, data_parallel_sharding_strategy="optim")
+    for over in (1, 4):
+        items = moments(replace(experts, expert_model_parallel_size=over), run)[-1].items
+        sizes = {item.what: item.bytes for item in items}
+        assert sizes["optimizer"] == 3 * sizes["Adam's own numbers"] == 12 * experts.parameters // 4
+
+
 def test_the_buffers_of_a_ring():
     """Backward: the gradient of queries, 2 received chunks of keys, gradients of 4 chunks of keys, and the kernel."""
     run = replace(RUN, context_parallel_size=8)
