@@ -78,7 +78,7 @@ def _train_and_evaluate(args: Arguments, state: TrainState, datasets: Splits, st
     progress = state.progress
     log = RunLog(args, progress)
     train = _batches(args, state, datasets[0], progress.consumed_train_samples)
-    valid = _batches(args, state, datasets[1], 0 if args.skip_train else progress.consumed_valid_samples)
+    valid = _batches(args, state, datasets[1], 0 if args.skip_train else first_valid_sample(args, progress))
     test = _batches(args, state, datasets[2], 0)
     if args.skip_train:
         for split, batches in (("validation", valid), ("test", test)):
@@ -119,6 +119,16 @@ def samples_needed(args: Arguments) -> tuple[int, int, int]:
     if args.skip_train:
         return 0, per_evaluation, per_evaluation
     return train_samples(args), (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation
+
+
+def first_valid_sample(args: Arguments, progress: Progress) -> int:
+    """Where the evaluations go on in the validation samples.
+
+    A run that resumes with fewer or smaller evaluations needs fewer samples than were consumed: it takes the last ones.
+    """
+    evaluations = args.train_iters // args.eval_interval - progress.iteration // args.eval_interval
+    left = max(0, evaluations) * args.eval_iters * args.global_batch_size
+    return min(progress.consumed_valid_samples, samples_needed(args)[1] - left)
 
 
 def _batches(args: Arguments, state: TrainState, dataset: Dataset | None, consumed: int) -> ChunkBatches | None:
