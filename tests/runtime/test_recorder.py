@@ -44,6 +44,7 @@ def test_a_position_as_words():
         (("send", "ring", (2,)), "waiting to send to rank 2 on channel ring"),
         (("gather", "gather", (0, 2)), "waiting to gather with ranks 0, 2 on channel gather"),
         (("all_reduce", "", (0, 2)), "waiting in all_reduce for ranks 0, 2"),
+        (("barrier", "", (*range(4096),)), f"waiting in barrier for ranks {', '.join(map(str, range(16)))} ..."),
     ],
 )
 def test_other_waits_as_words(waits, words):

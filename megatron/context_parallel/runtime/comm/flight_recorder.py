@@ -70,7 +70,8 @@ class Position(NamedTuple):
         if kind == "receive" and self.needs and ranks == self.needs[2:]:
             return "for {} chunk {} from rank {}".format(*self.needs)
         words = {"receive": "for", "send": "to send to", "gather": "to gather with"}.get(kind, f"in {kind} for")
-        return f"{words} {named(ranks)}" + (f" on channel {channel}" if channel else "")
+        told = named(ranks[:_FEW]) + " ..." * (len(ranks) > _FEW)
+        return f"{words} {told}" + (f" on channel {channel}" if channel else "")
 
 
 def _text_of(fields: tuple) -> str:
