@@ -144,6 +144,15 @@ def test_the_trainer_takes_a_placement_where_it_wins(ranks, tmp_path):
         assert ranks(4, _chosen, flags, str(path)) == [("direct", True, pytest.approx(row))] * 4
 
 
+def test_a_placement_counts_the_window_of_each_layer():
+    flags = f"{TRAINER} --cp-place-documents --window-size 512,0".replace("auto", "direct")
+    found = {}
+    for more in ("", " --window-attn-skip-freq 2"):
+        args = parse_args(f"{flags}{more}".split())
+        found[more] = document_options(args)["place"].keywords["windows"]
+    assert [*found.values()] == [[(512, 0)], args.num_layers // 2 * [(512, 0), (-1, -1)]]
+
+
 def test_a_dry_run_says_what_a_placement_gains(capsys):
     describe(parse_args(f"{TRAINER} --cp-cluster dgx-h100".split()))
     said = " ".join(capsys.readouterr().out.split())

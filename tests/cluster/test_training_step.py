@@ -270,6 +270,16 @@ def test_copies_to_host_memory_wait_where_layers_do_not_hide_them():
         seconds(on_host, ALONE)
 
 
+def test_layers_without_a_window_take_their_time_and_memory():
+    run = replace(RUN, context_parallel_size=4, recompute_granularity="selective")  # attention once more
+    window, some = (replace(MODEL, window_size=63, full_layers=layers) for layers in (0, 3))
+    without, within, both = (forecast_step(model, run, BOX).parts for model in (MODEL, window, some))
+    for part in ("attention", "attention's exposed communication"):
+        assert both[part] == pytest.approx((3 * without[part] + within[part]) / 4)
+    assert within["attention"] < without["attention"] / 2
+    assert attention_buffers(some, run) == attention_buffers(MODEL, run) > attention_buffers(window, run)
+
+
 def test_a_pipeline_waits_for_its_first_and_last_micro_batches():
     far = replace(BOX, nics=replace(BOX.nics, GB_s=1e9), inside=IntraNode(GB_s=1e9, latency_us=0))
     run = replace(RUN, pipeline_model_parallel_size=4, global_batch_size=6)
@@ -413,6 +423,16 @@ def test_sharding_divides_what_it_names():
     whole = replace(run, data_parallel_sharding_strategy="optim_grads")
     (last,) = [one for one in moments(MODEL, whole) if one.name == GRADIENTS]
     assert last.items[-1].bytes == 4 * count
+
+
+def test_the_optimizer_updates_all_experts_that_it_shards():
+    """Data and context ranks share them out, however many of them have the weights of an expert."""
+    experts = replace(MODEL, num_experts=8, moe_ffn_hidden_size=64)
+    run = replace(RUN, context_parallel_size=4, data_parallel_sharding_strategy="optim")
+    for over in (1, 4):
+        items = moments(replace(experts, expert_model_parallel_size=over), run)[-1].items
+        sizes = {item.what: item.bytes for item in items}
+        assert sizes["optimizer"] == 3 * sizes["Adam's own numbers"] == 12 * experts.parameters // 4
 
 
 def test_the_buffers_of_a_ring():

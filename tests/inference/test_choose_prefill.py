@@ -132,6 +132,8 @@ def test_rates_of_a_cluster():
     assert Rates.of(cluster(), 2) == Rates(4e12, 4e9, 1e-6, device)
     assert Rates.of(cluster(shared=True), 2) == Rates(4e12, 2e9, 1e-6, device)
     assert Rates.of(cluster(), 1) == Rates(4e12, math.inf, 0.0, device)
+    for n in (2, 4):  # tensor-parallel ranks fill the nodes, and both of a node send to the next one
+        assert Rates.of(cluster(), n, tensor=2) == Rates(4e12, 0.25e9, 1e-3, device)
     assert Rates.of(cluster(), 1, "fp32").compute == 5e11
 
 

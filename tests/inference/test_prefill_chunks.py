@@ -7,6 +7,7 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from benchmarks.prefill_chunks import MODEL, RANKS, TOKENS, links, prefill
+from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.inference.choose import Rates
 from megatron.context_parallel.inference.engine import Engine, Request
 from megatron.context_parallel.inference.prefill_chunks import (
@@ -66,6 +67,8 @@ def test_links_ranks_and_texts_decide(llama):
     chosen = PrefillChunks.predicted(near, TOKENS)
     equal = min(sum(prefill(near, lambda cached, t=t: t).steps) for t in (8192, 65_536, TOKENS))
     assert sum(prefill(near, lambda cached: chosen(cached, False)).steps) < 1.1 * equal
+    # With the tensor-parallel ranks of a node between them, context ranks are on two nodes.
+    assert PassTime(llama, load_cluster("dgx-h100"), 2, tensor=8).rates.bandwidth == 50e9
     # Twice as much memory holds twice the rows; a cache takes some of it.
     big = replace(NVLINK, device=replace(NVLINK.device, memory_GiB=160))
     assert PassTime(llama, big, RANKS).most_rows(0) > 2 * near.most_rows(0) > 2 * near.most_rows(TOKENS) > 0

@@ -1,6 +1,7 @@
 """A model over the shared cache gives the tokens that it gives when it computes everything from the start."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megatron.context_parallel import ContextParallel, UsageError
+from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.inference.batch_layout import BatchLayout
 from megatron.context_parallel.inference.cache_attention import CacheAttention
 from megatron.context_parallel.inference.decode_rows import DecodeRows
@@ -72,8 +74,12 @@ def test_greedy_tokens(ranks, expected, n, how):
 def _kinds(tensor: int, positions: str, changes: dict) -> None:
     start(tensor)
     expected = greedy_from_the_start(SHORT, 3, positions, **changes)
+    box = load_cluster("dgx-h100")  # here each node has the tensor-parallel ranks of one context rank, and one NIC
+    cluster = replace(box, devices_per_node=tensor, nics=replace(box.nics, per_node=1))
     for prefill in ("pass-kv", "pass-q"):
-        assert greedy(session(positions, changes=changes, prefill=prefill), SHORT, 3) == expected
+        of = session(positions, changes=changes, prefill=prefill, cluster=cluster)
+        assert of.rates.bandwidth == 50e9 / tensor
+        assert greedy(of, SHORT, 3) == expected
 
 
 @pytest.mark.parametrize(

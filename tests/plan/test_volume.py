@@ -5,12 +5,27 @@ from dataclasses import replace
 import pytest
 
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.plan.ir import PARTIAL, AllGather, Attend, Plan, Recv, ReduceScatter, Send, Step, T
+from megatron.context_parallel.plan.ir import (
+    PARTIAL,
+    AllGather,
+    Attend,
+    Plan,
+    Recv,
+    ReduceScatter,
+    Send,
+    Step,
+    Steps,
+    T,
+)
 from megatron.context_parallel.plan.liveness import last_reads, peak
+from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.schedule import schedule
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes, received, received_bytes, units
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.layout import Chunks
+from megatron.context_parallel.tokens.mask import Mask
+from megatron.context_parallel.tokens.slices import Slices
 
 SHAPE = Shape(rows=3, heads=6, kv_heads=3, head_dim=5, itemsize=2, value_dim=7)
 
@@ -143,3 +158,18 @@ def test_received_copies_are_freed_after_their_last_read():
             last = last_reads(plan, rank)
             assert found == {key: last[key] for key in last if key[0] not in PARTIAL and key[1] != rank} and found
             assert schedule(plan, rank) is schedule(plan, rank)
+
+
+def test_rows_of_a_chunk_that_visits_more_ranks_than_python_nests_calls():
+    """The last rank sees the last 2 of 4 keys of the first; all ranks between pass these on."""
+    n = 1200
+
+    def write(rank: int) -> tuple[Step, ...]:
+        comes = (Recv(T.KV, 0, rank - 1),) if rank else ()
+        goes = (Send(T.KV, 0, rank + 1),) if rank < n - 1 else ()
+        return (Step((*comes, *goes), () if goes else (Attend((rank,), (0,)),)),)
+
+    plan = Plan("chain", "contiguous", Pairs((*[1 << q for q in range(n - 1)], 1 | 1 << n - 1)), False, Steps(n, write))
+    chunks = Slices.of(Chunks.of("contiguous", n, 4 * n))
+    sets = RowSets(plan, Mask(True, (4 * n - 6, 0)), chunks, chunks)
+    assert [sets.rows(rank, T.KV, 0).tolist() for rank in (0, 1, n - 1)] == [[[0, 4]], [[2, 4]], [[2, 4]]]

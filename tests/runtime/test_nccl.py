@@ -4,6 +4,7 @@ from collections import Counter
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -49,7 +50,7 @@ def noted(calls: list):
         yield
 
 
-def results(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype, **how: bool) -> list[torch.Tensor]:
+def results(cp: ContextParallel, heads: int, kv_heads: int, dtype: torch.dtype, **how: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     whole = [torch.randn(6 * cp.n, 1, h, DIM - 1).to(dtype) for h in (heads, kv_heads, kv_heads, heads)]
     return gradients(lambda *x: context_parallel_attention(*x, cp, return_lse=True, **how), *map(cp.shard, whole))
@@ -71,31 +72,32 @@ def _cases() -> list[tuple[list[float], list]]:
     return found
 
 
-def _first_messages() -> list[str]:
+def _first_messages() -> set[str]:
     """The strategies whose passes send a message between two ranks that are not connected yet."""
-    found = []
+    found = set()
     for name, narrow in product(STRATEGIES, (False, True)):
         options = {"head_parallel_size": 2} if name in ("usp", "loongtrain") else {}
-        calls: set[tuple] = set()
+        connected: set[tuple] = set()
 
-        def noted(group, sends, receives, calls=calls):
-            calls |= {(group, "to", peer) for peer, _ in sends} | {(group, "from", peer) for peer, _ in receives}
+        def noted(group, sends, receives, name=name, connected=connected):
+            for way, peer, x in [("to", *sent) for sent in sends] + [("from", *received) for received in receives]:
+                if x.dtype is torch.uint8 and x.numel() == 1:
+                    connected.add((group, way, peer))
+                elif (group, way, peer) not in connected:
+                    found.add(name)
             return post(group, sends, receives)
 
         with patch.object(transport, "post", noted):
             with as_nccl():
                 cp = ContextParallel(name, partials_in_16_bits=narrow, **options)
-            connected = set(calls)
-            for causal in (True, False):
-                calls.clear()
-                results(cp, 4, 2, torch.bfloat16, causal=causal)
-                if not calls <= connected:
-                    found.append(name)
+            for how in ({}, {"causal": False}, {"window": (7, 0)}):
+                results(cp, 4, 2, torch.bfloat16, **how)
+            results(cp, 4, 1, torch.bfloat16)  # mesh has another default grid
     return found
 
 
 def test_the_first_messages_connect_all_ranks_that_a_plan_connects(ranks):
-    assert ranks(4, _first_messages) == [[]] * 4
+    assert ranks(4, _first_messages) == [set()] * 4
 
 
 def _narrow() -> tuple[bool, list[str]]:

@@ -44,6 +44,7 @@ def test_a_position_as_words():
         (("send", "ring", (2,)), "waiting to send to rank 2 on channel ring"),
         (("gather", "gather", (0, 2)), "waiting to gather with ranks 0, 2 on channel gather"),
         (("all_reduce", "", (0, 2)), "waiting in all_reduce for ranks 0, 2"),
+        (("barrier", "", (*range(4096),)), f"waiting in barrier for ranks {', '.join(map(str, range(16)))} ..."),
     ],
 )
 def test_other_waits_as_words(waits, words):
@@ -65,8 +66,18 @@ def test_each_note_is_in_the_memory():
         assert Position.read(memory[:512].decode().rstrip()) == notes.position
 
 
+def test_a_wait_for_thousands_of_ranks_fits_into_the_memory():
+    notes, memory = Recorder(), mmap.mmap(-1, 512)
+    notes.memory, notes.size = memory, 512
+    others = [*range(0, 900, 3), *range(903, 9000, 3)]  # every third rank but 900
+    for ranks in (others, others[-5:] + others[:-5], [5, 1, 9, *others], others[:17], [7, 7, 8]):
+        notes.wait("heads", [("receive", rank) for rank in ranks for _ in range(2)])
+        assert notes.position.waits == ("receive", "heads", tuple(dict.fromkeys(ranks)))
+        assert Position.read(memory[:512].decode().rstrip()) == notes.position == Position.read(notes.position.text)
+
+
 def test_a_text_that_is_no_position():
-    for text in ("", "nonsense", "(1, 2", "3", "__import__('os')"):
+    for text in ("", "nonsense", "(1, 2", "3", "__import__('os')", "(1, 1, 1, '', 0, '', False, 0, None, 5)"):
         with pytest.raises((ValueError, SyntaxError, TypeError)):
             Position.read(text)
 

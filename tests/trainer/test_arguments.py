@@ -459,7 +459,7 @@ def test_groups_are_those_megatron_makes(ranks, monkeypatch, sizes):
             assert next(group for group in shown[name] if rank in group) == tuple(members)
 
 
-def test_attention_traffic_is_that_of_the_table():
+def test_attention_traffic_is_that_of_the_table(monkeypatch):
     flags = f"{SMALL} --context-parallel-size 4 --bf16"
     unit = 16 * 96 * 2  # tokens per rank x width x bytes
     args = parsed(flags)
@@ -474,6 +474,9 @@ def test_attention_traffic_is_that_of_the_table():
         wide = f"{SMALL} --context-parallel-size 4 {where}" + " --cp-partials-in-16-bits" * where.endswith("auto")
         with pytest.raises(UsageError, match="--cp-partials-in-16-bits: the model is float32; give --bf16, or leave"):
             parsed(wide)
+    many = f"{SMALL} --context-parallel-size 128 --cp-strategy ring:layout=contiguous --window-size 2,0"
+    args = parsed(many.replace("--seq-length 64", "--seq-length 1024"), 128, monkeypatch)
+    assert dry_run.attention_bytes(args, backward=False) == 2 * 2 * 96 * 4  # 2 of the 8 keys of the rank before
 
 
 def test_memory_adds_up_by_hand():

@@ -28,6 +28,7 @@ from megatron.context_parallel.trainer.checkpoint.store import (
     quick_fault,
 )
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
+from megatron.context_parallel.trainer.data.batches import MicroBatches
 from tests.support import data_case, training_case
 
 CP = "context_parallel_size"
@@ -92,6 +93,20 @@ def test_a_resumed_run_has_the_loss_scale_of_its_checkpoint_if_that_has_one(rank
     whole, first, then, _, fresh = ranks(1, resume_in_16_bits, str(tmp_path), sharded)[0]
     assert whole == first + then and first == [None] * 3 and None not in then
     assert fresh == [None]  # as with the initial scale
+
+
+def test_a_run_may_resume_with_fewer_and_smaller_evaluations(tmp_path):
+    """All that are left have samples: the next ones, or else the last ones."""
+    args = data_case.arguments(tmp_path)
+    args.__dict__.update(train_iters=20, train_samples=None, eval_interval=2, global_batch_size=2)
+    progress = Progress(iteration=10, consumed_valid_samples=5 * 8 * 2)
+    for iters, interval, first in ((8, 2, 5 * 8 * 2), (1, 2, (11 - 5) * 2), (8, 5, (5 - 2) * 8 * 2), (9, 2, 5 * 8 * 2)):
+        args.__dict__.update(eval_iters=iters, eval_interval=interval)
+        samples = range(training.samples_needed(args)[1])
+        assert training.first_valid_sample(args, progress, samples) == first
+        left = MicroBatches(len(samples), first, 1, 1, 2)
+        assert len(left) >= iters * (20 // interval - 10 // interval)
+    assert training.first_valid_sample(args, progress, range(10**6)) == 5 * 8 * 2
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,19 @@ def heard_ends(rank: Far) -> list[dict]:
     return [message for message in rank.messages if "end" in message]
 
 
+def test_of_thousands_that_stopped_a_rank_is_told_those_of_its_host(monitor):
+    far = [Far(rank, Link(monitor.port)) for rank in range(3)]
+    assert has_come(lambda: len(monitor.ranks) == 3)
+    silent = {}
+    for rank in range(3, 3000):
+        process = RankProcess(rank, 3000, 1000 + rank, "host1 0" if rank in (3, 7) else "elsewhere 0", "job")
+        silent[rank] = RankStatus(process, time.monotonic() - 9, time.monotonic(), BUSY)
+    monitor.ranks = monitor.ranks | silent
+    assert beat(far, 100, monitor).startswith("rank 3 stopped responding at iteration 5, data")
+    assert has_come(lambda: all([heard_ends(rank) for rank in far]))
+    assert [heard_ends(rank)[0]["kill"] for rank in far] == [[], [["host1 0", 1003], ["host1 0", 1007]], []]
+
+
 def failing(monitor, kind: str) -> tuple[Far, Far]:
     """Ranks 0 and 1 fail; rank 0 has been told to say it."""
     first, other = [Far(rank, Link(monitor.port)) for rank in (0, 1)]

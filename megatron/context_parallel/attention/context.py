@@ -129,7 +129,8 @@ class ContextParallel(Ranks):
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
         plans += [self.choice.plan(self.n, causal=False, backward=backward) for backward in (False, True)]
-        self._transport.send_first({message for plan in plans for message in plan.messages(self.rank)})
+        for plan in plans:  # others, such as for a window, have their first messages before they first run
+            self._transport.send_first(plan)
 
     def shard(self, x: Tensor, dim: int = 0, documents: Documents | None = None) -> Tensor:
         """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.
@@ -180,6 +181,7 @@ class ContextParallel(Ranks):
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
         recorder.begin(plan.name, plan.backward)
+        self._transport.send_first(plan)
         results = [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
         recorder.end()
         return results

@@ -75,10 +75,14 @@ class Rates:
     dtype: str = "bf16"
 
     @classmethod
-    def of(cls, cluster: Cluster, n: int, dtype: str = "bf16", head_dim: int = 128) -> "Rates":
-        """The rates of n ranks of a cluster: the slowest link of the ring, and the fastest measured attention block."""
-        part = cluster.part(n)
-        links = Links(part)
+    def of(cls, cluster: Cluster, n: int, dtype: str = "bf16", head_dim: int = 128, tensor: int = 1) -> "Rates":
+        """The rates of n context ranks: the slowest link of the ring, and the fastest measured attention block.
+
+        The `tensor` ranks of each are neighbours on the cluster, and their rings send at the same time.
+        """
+        part = cluster.part(n * tensor)
+        rings = [range(first, n * tensor, tensor) for first in range(tensor)]
+        links = Links(part, devices=rings[0], others=rings[1:])
         paths = [links.path(rank, (rank + 1) % n) for rank in range(n)] if n > 1 else []
         users: dict[tuple, int] = {}
         for link, _ in (link for path in paths for link in path.links):

@@ -59,7 +59,7 @@ class PassTime:
 
     @cached_property
     def rates(self) -> Rates:
-        return Rates.of(self.cluster, self.n, self.dtype, self.model.kv_channels)
+        return Rates.of(self.cluster, self.n, self.dtype, self.model.kv_channels, self.tensor)
 
     @cached_property
     def row_bytes(self) -> int:

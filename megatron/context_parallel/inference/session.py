@@ -93,7 +93,8 @@ class Session:
         form = None if kv_cache_dtype == "auto" else kv_cache_dtype
         heads = model.config.num_attention_heads // tensor
         self.sizes = LayerShape(heads, *shapes[0], dtype.itemsize, form is not None)
-        self.rates = Rates.of(cluster, cp.n, DTYPES.get(dtype, "fp32"), self.sizes.head_dim) if cluster else None
+        of_ranks = cp.n, DTYPES.get(dtype, "fp32"), self.sizes.head_dim, tensor
+        self.rates = Rates.of(cluster, *of_ranks) if cluster else None
         self._choose(prefill, 1, 0)  # raises UsageError if it is unknown
         pages = -(-cache_tokens // (cp.n * page))
         windows = [core.window[0] for core in self._model.cores]

@@ -53,12 +53,26 @@ class RowSets:
         """The rows of a chunk of a tensor that `rank` has at any time."""
         key = rank, tensor, chunk
         if key not in self._sets:
-            uses = self._of_rank(rank)[tensor, chunk]
-            self._sets[key] = self._all(tensor, chunk)  # also if a chunk goes round and comes back
-            if rank != chunk and not uses.whole:
-                passed = [self.rows(peer, tensor, chunk) for peer in uses.peers]
-                self._sets[key] = joined(np.concatenate([self.in_blocks(rank, tensor, chunk), *passed]))
+            self._follow(rank, tensor, chunk)
         return self._sets[key]
+
+    def _follow(self, rank: int, tensor: T, chunk: int) -> None:
+        """Finds the rows of a rank, after those of the ranks behind it, or before it, on the way of the chunk."""
+        path, met = [rank], set[int]()  # not by recursion: a ring is longer than Python lets functions call each other
+        while path:
+            at = path[-1]
+            key, uses = (at, tensor, chunk), self._of_rank(at)[tensor, chunk]
+            if key not in self._sets:
+                self._sets[key] = self._all(tensor, chunk)  # also if a chunk goes round and comes back
+                if at != chunk and not uses.whole:
+                    met.add(at)
+                    path += [peer for peer in uses.peers if (peer, tensor, chunk) not in self._sets]
+            if path[-1] == at:
+                path.pop()
+                if at in met:
+                    met.remove(at)
+                    passed = [self._sets[peer, tensor, chunk] for peer in uses.peers]
+                    self._sets[key] = joined(np.concatenate([self.in_blocks(at, tensor, chunk), *passed]))
 
     def in_blocks(self, rank: int, tensor: T, chunk: int) -> RowSet:
         """The rows of a chunk that the blocks of `rank` compute with; all rows of its own chunk."""

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -78,7 +79,7 @@ def _train_and_evaluate(args: Arguments, state: TrainState, datasets: Splits, st
     progress = state.progress
     log = RunLog(args, progress)
     train = _batches(args, state, datasets[0], progress.consumed_train_samples)
-    valid = _batches(args, state, datasets[1], 0 if args.skip_train else progress.consumed_valid_samples)
+    valid = _batches(args, state, datasets[1], first_valid_sample(args, progress, datasets[1]))
     test = _batches(args, state, datasets[2], 0)
     if args.skip_train:
         for split, batches in (("validation", valid), ("test", test)):
@@ -119,6 +120,19 @@ def samples_needed(args: Arguments) -> tuple[int, int, int]:
     if args.skip_train:
         return 0, per_evaluation, per_evaluation
     return train_samples(args), (args.train_iters // args.eval_interval + 1) * per_evaluation, per_evaluation
+
+
+def first_valid_sample(args: Arguments, progress: Progress, dataset: Dataset | None) -> int:
+    """Where the evaluations go on in the validation samples.
+
+    A run that resumes with fewer or smaller evaluations may have fewer samples than were consumed: it takes the last.
+    """
+    if dataset is None or args.skip_train:
+        return 0
+    assert isinstance(dataset, Sized)
+    evaluations = args.train_iters // args.eval_interval - progress.iteration // args.eval_interval
+    left = max(0, evaluations) * args.eval_iters * args.global_batch_size
+    return min(progress.consumed_valid_samples, len(dataset) - left)
 
 
 def _batches(args: Arguments, state: TrainState, dataset: Dataset | None, consumed: int) -> ChunkBatches | None:

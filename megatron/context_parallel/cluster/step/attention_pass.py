@@ -40,8 +40,9 @@ def attention_shape(model: ModelShape, run: TrainConfig) -> Shape:
 
 
 def attention_mask(model: ModelShape) -> Mask:
-    """The mask of all layers."""
-    return Mask(True, (-1, -1) if model.window_size is None else (model.window_size, 0))
+    """The mask of the layers in which a token sees the most: of a model with windows in some layers, the others."""
+    window = model.widest_window
+    return Mask(True, (-1, -1) if window is None else (window, 0))
 
 
 def attention_plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
@@ -64,9 +65,9 @@ def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
 
 
 def attention_rows(model: ModelShape, run: TrainConfig, plan: Plan) -> RowSets | None:
-    """The rows that are sent; None: whole chunks."""
+    """The rows that are sent; None: whole chunks. Those of a ring of 1,000 ranks take half a minute to find."""
     mask = attention_mask(model)
-    if mask.plain or plan.size > MANY_RANKS:
+    if mask.plain:
         return None
     chunks = Slices.of(Chunks.of(plan.layout, plan.n, run.seq_length))
     return RowSets(plan, mask, chunks, chunks)
@@ -88,7 +89,8 @@ def attention_forecast(
         nodes = tuple(rank // each - group[0] // each for rank in group)
         unlike[nodes] = group
     how = (mask, run.micro_batch_size, run.dtype)
-    rows = attention_rows(model, run, plan)
+    # With rows every rank must be simulated. So messages of many ranks with a window are predicted as whole chunks.
+    rows = attention_rows(model, run, plan) if plan.size <= MANY_RANKS else None
     forecasts = []
     for group in unlike.values():
         others = [other for other in groups if other != group]
@@ -176,7 +178,7 @@ def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, Tra
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         padded_vocab_size=1,
-        window_size=model.window_size,
+        window_size=model.widest_window,
     )
     run = replace(
         run,

@@ -71,7 +71,8 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
     count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
     # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
-    states = list(_states(model, run, count, model.parameters_on_stage(stage, stages, tensor)))
+    updated = model.parameters_on_stage(stage, stages, tensor) if run.shards("optim") > 1 else count
+    states = list(_states(model, run, count, updated))
     inputs = states + list(_inputs(model, run, stage))
     layers = _LayerCounts(model, run)
     found = []
@@ -89,7 +90,7 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     resting = [item for item in states if item.what not in (GATHERED, GRADIENTS)]
     if run.shards("grads") > 1:
         found.append(Moment(GRADIENTS, [*resting, _waiting_gradients(model, run, count)]))
-    found.append(Moment(OPTIMIZER, [*resting, _update(model, run, count)]))
+    found.append(Moment(OPTIMIZER, [*resting, _update(model, run, updated)]))
     return found
 
 
@@ -211,7 +212,8 @@ def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
 # ------------------------------------------------------------------------------------------ weights and the rest
 
 
-def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Iterator[MemoryItem]:
+def _states(model: ModelShape, run: TrainConfig, count: int, updated: int) -> Iterator[MemoryItem]:
+    """Weights, gradients and optimizer, of `count` parameters; the optimizer has `updated`, over all that shard it."""
     dtype = run.itemsize
     layer = model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
@@ -228,7 +230,7 @@ def _states(model: ModelShape, run: TrainConfig, count: int, shared: int) -> Ite
     if over["grads"] > 1:
         yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if dtype == 2 else (8, "two moments")
-    optimizer = (shared if over["optim"] > 1 else count) * state // over["optim"]
+    optimizer = updated * state // over["optim"]
     if run.optimizer_on_host:
         optimizer = round(optimizer * (1 - run.optimizer_on_host))
         parts += ", less what is in host memory"
@@ -252,9 +254,9 @@ def _layers_within(numbers: int, model: ModelShape, run: TrainConfig) -> int:
     return min(layers, 1 + -(-numbers // model.layer_parameters(run.tensor_model_parallel_size)))
 
 
-def _update(model: ModelShape, run: TrainConfig, count: int) -> MemoryItem:
+def _update(model: ModelShape, run: TrainConfig, updated: int) -> MemoryItem:
     """Adam's own numbers: PyTorch's loop over weights, or its call for all of them; none in Transformer Engine's."""
-    shard = round(count // run.shards("optim") * (1 - run.optimizer_on_host))
+    shard = round(updated // run.shards("optim") * (1 - run.optimizer_on_host))
     largest = min(shard, model.largest_weight(run.tensor_model_parallel_size))
     size, formula = {
         "cpu": (2 * 4 * largest, f"2 x 4 bytes x {largest:,} parameters, the largest weight"),

@@ -52,6 +52,11 @@ class ModelShape:
         return self.kv_channels * self.num_query_groups
 
     @property
+    def widest_window(self) -> int | None:
+        """Tokens that a token sees before itself in the layers where it sees the most; None: all."""
+        return None if self.full_layers else self.window_size
+
+    @property
     def mlp_width(self) -> int:
         """Width of the MLP that a token passes, or of its experts together."""
         if not self.num_experts:

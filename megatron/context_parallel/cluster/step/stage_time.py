@@ -1,6 +1,7 @@
 """The time of a rank of one pipeline stage in an iteration, by kind."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.collectives import Rate, all_to_all, exchange, ring
@@ -131,8 +132,15 @@ class StageTime:
         return {name: count * seconds for name, seconds in parts.items()}
 
     def _attention(self, count: int, backward: bool) -> SecondsByKind:
-        seconds = self.attention(self.model, self.run, self.cluster, backward)
-        return {ATTENTION: count * seconds.compute, EXPOSED: count * seconds.exposed}
+        """Of `count` layers, as many have no window as in the whole model."""
+        whole = count * self.model.full_layers / self.model.num_layers
+        kinds = [(self.model, whole)] if whole else []
+        kinds += [(replace(self.model, full_layers=0), count - whole)] if whole < count else []
+        several = list[SecondsByKind]()
+        for model, layers in kinds:
+            seconds = self.attention(model, self.run, self.cluster, backward)
+            several.append({ATTENTION: layers * seconds.compute, EXPOSED: layers * seconds.exposed})
+        return add(several)
 
     @property
     def _recomputed_layers(self) -> int:

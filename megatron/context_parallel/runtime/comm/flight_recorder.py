@@ -8,10 +8,11 @@ from ast import literal_eval
 from collections import deque
 from collections.abc import Iterable
 from time import localtime, strftime, time
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 KEPT = 50  # operations
 _FORGOTTEN = 2  # complete waits on a GPU, at most, for each new one: their number stays small, and few are asked for
+_FEW = 16  # ranks that a text names one by one
 Ends = list[tuple[str, int]]  # "receive", "send" or "gather", and the rank at the other end
 
 
@@ -32,12 +33,22 @@ class Position(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Position":
-        """A position from the `repr` of its fields.
+        """A position from its text.
 
         Raises:
             ValueError, SyntaxError, TypeError: another text.
         """
-        return cls(*literal_eval(text))
+        at = cls(*literal_eval(text))
+        if not at.waits:
+            return at
+        kind, channel, parts = cast(Any, at.waits)
+        ranks = [rank for part in parts for rank in (range(*part) if isinstance(part, tuple) else (part,))]
+        return at._replace(waits=(kind, channel, tuple(ranks)))
+
+    @property
+    def text(self) -> str:
+        """What `read` reads. It stays short if the rank waits for thousands."""
+        return _text_of(self)
 
     def __str__(self) -> str:
         """In words: "iteration 118, layer 7, forward of mesh, step 3, waiting for KV chunk 5 from rank 1"."""
@@ -59,13 +70,33 @@ class Position(NamedTuple):
         if kind == "receive" and self.needs and ranks == self.needs[2:]:
             return "for {} chunk {} from rank {}".format(*self.needs)
         words = {"receive": "for", "send": "to send to", "gather": "to gather with"}.get(kind, f"in {kind} for")
-        return f"{words} {named(ranks)}" + (f" on channel {channel}" if channel else "")
+        told = named(ranks[:_FEW]) + " ..." * (len(ranks) > _FEW)
+        return f"{words} {told}" + (f" on channel {channel}" if channel else "")
+
+
+def _text_of(fields: tuple) -> str:
+    """The `repr` of the fields of a position. Many ranks that it waits for are (first, end, distance) each."""
+    waits = fields[_WAITS]
+    if waits is None or len(waits[2]) <= _FEW:
+        return repr(tuple(fields))
+    runs: list[list[int]] = []  # first, last, distance
+    for rank in waits[2]:
+        before = runs[-1] if runs else [rank, rank, 1]
+        if rank > before[1] and before[2] in (0, rank - before[1]):
+            before[1:] = rank, rank - before[1]
+        else:
+            runs.append([rank, rank, 0])
+    ranks = tuple([(first, last + 1, distance or 1) for first, last, distance in runs])
+    return repr((*fields[:_WAITS], (*waits[:2], ranks), *fields[_WAITS + 1 :]))
 
 
 def named(ranks: Iterable[int]) -> str:
     """As words: "rank 3", "ranks 0, 1"."""
     ranks = list(ranks)
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+_WAITS = Position._fields.index("waits")
 
 
 class Memory(Protocol):
@@ -111,7 +142,7 @@ class Recorder:
     def _note(self, now: tuple) -> None:
         self.now = now
         if self.memory is not None:
-            self.memory[: self.size] = repr(now).encode()[: self.size].ljust(self.size)
+            self.memory[: self.size] = _text_of(now).encode()[: self.size].ljust(self.size)
 
     def enter(self, phase: str, iteration: int | None = None) -> None:
         """A phase of training begins, by default in the same iteration."""
@@ -152,7 +183,7 @@ class Recorder:
         """The wait for an operation, or a part of it, begins."""
         self._operations.append((time(), self.now, "wait", channel, ends))
         notes, *where = self.now[:9]
-        self._note((notes + 1, *where, (ends[0][0], channel, tuple([rank for _, rank in ends]))))
+        self._note((notes + 1, *where, (ends[0][0], channel, tuple(dict.fromkeys([rank for _, rank in ends])))))
 
     def waited(self, channel: str, ends: Ends, event: Event | None = None) -> None:
         """An operation is complete; on a GPU, once it has reached `event`."""

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from itertools import chain
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,8 @@ class TorchTransport:
         self._given = group
         self._meeting = meet(group, given)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+        self._known = WeakSet[Plan]()  # to `send_first`
+        self._connected = set[tuple[str, int, int]]()  # channel, sender and receiver
         self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
 
     def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
@@ -84,13 +87,16 @@ class TorchTransport:
                 dist.barrier(group, device_ids=[torch.cuda.current_device()])
             self._groups[channel, members] = group
 
-    def send_first(self, messages: Iterable[tuple[str, int, int]]) -> None:
-        """Sends a byte for each (channel, sender, receiver). All ranks of the group must name those they share.
+    def send_first(self, plan: Plan) -> None:
+        """Sends a byte where a plan sends for the first time. All ranks of the group call it, with the same plans.
 
         NCCL connects two ranks in their first message, and each waits there for the other. So a plan could hang.
         """
-        if not self._nccl:
+        if not self._nccl or plan in self._known:
             return
+        self._known.add(plan)
+        messages = plan.messages(self.rank) - self._connected
+        self._connected |= messages
         device = "cuda" if torch.cuda.is_available() else "cpu"
         channels: dict[str, tuple[MessageList, MessageList]] = {}
         for channel, sender, receiver in sorted(messages):

@@ -90,7 +90,7 @@ def _check_special_layers(args: Arguments) -> Iterator[UsageError]:
         why = f"must have a number for each of --num-layers {args.num_layers}"
         yield refusal(args, "window_attn_skip_freq", why, window_attn_skip_freq="2")
     if not args.cp_layers:
-        why = "its time model has one window for all layers; with --window-attn-skip-freq"
+        why = "it compares strategies for one window; with --window-attn-skip-freq"
         yield refusal(args, "cp_strategy", why, cp_strategy="ring")
 
 

@@ -21,6 +21,7 @@ from megatron.core.datasets.indexed_dataset import get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron.context_parallel.cli.layer_list import chosen_layers
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.placement_costs import costs_of_run
 from megatron.context_parallel.errors import UsageError
@@ -280,10 +281,11 @@ def document_options(args: Arguments) -> dict[str, Any]:
     if not args.cp_place_documents:
         return {"end": args.eod_token}
     n = args.cp_layers[0].plan(args.context_parallel_size).n
-    window = args.window_size or (-1, -1)
+    layers = chosen_layers(args.window_attn_skip_freq, args.num_layers if args.window_attn_skip_freq else 1)
+    windows = [(args.window_size or (-1, -1)) if here else (-1, -1) for here in layers]
     cluster = args.cp_measured or load_cluster(args.cp_cluster or PLACED_FOR)
     costs = costs_of_run(model_of(args), run_of(args), cluster)
-    return {"end": args.eod_token, "place": partial(place, n=n, costs=costs, windows=[window])}
+    return {"end": args.eod_token, "place": partial(place, n=n, costs=costs, windows=windows)}
 
 
 def sample_documents(args: Arguments, dataset: Dataset | None) -> list[Documents]:

@@ -271,7 +271,10 @@ class Monitor:
                     self._send_verdict(connection, self.verdict)
 
     def _send_verdict(self, connection: Connection, verdict: Verdict) -> None:
-        pids = [[self.ranks[rank].process.host, self.ranks[rank].process.pid] for rank in verdict.stopped]
+        heard = self.ranks.get(connection.rank)
+        stopped = [self.ranks[rank].process for rank in verdict.stopped]
+        # A rank ends those of its own host. With those of all hosts the line could be too long to be read.
+        pids = [[other.host, other.pid] for other in stopped if heard and other.host == heard.process.host]
         speaks = not verdict.line and connection.rank == verdict.ranks[0]
         connection.send({"end": verdict.line, "speak": speaks, "kill": pids})
 

@@ -48,7 +48,7 @@ class RankFile:
             print(f"rank {rank}: cp-stuck cannot see it: {error}", file=sys.stderr, flush=True)
             self.memory = mmap.mmap(-1, _PARTS["rank"].stop)
         self._write("rank", json.dumps(asdict(self.process)))
-        self._write("position", repr(recorder.now))
+        self._write("position", recorder.position.text)
         recorder.size = _PARTS["position"].stop
         recorder.memory = self.memory
 
@@ -61,7 +61,7 @@ class RankFile:
         if on_gpu := recorder.awaited_by_gpu:
             position = on_gpu._replace(notes=position.notes, done=position.done)
         position = _looked_up(position, threads)
-        self._write("looked up", repr(tuple(position)))
+        self._write("looked up", position.text)
         return position
 
     def _write(self, part: str, text: str) -> None:

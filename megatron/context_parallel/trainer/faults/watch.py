@@ -158,7 +158,7 @@ class Watch:
         """Find out what a thread waits for outside of a plan, if it waits for long."""
         before, self._notes = self._notes, recorder.now[0]
         still = before == self._notes
-        return repr(tuple(self.file.look_up(self._own_threads()) if still else recorder.position))
+        return (self.file.look_up(self._own_threads()) if still else recorder.position).text
 
     def _own_threads(self) -> set[int]:
         return {t.ident for t in (self._thread, self.monitor and self.monitor.thread) if t and t.ident}
@@ -237,7 +237,7 @@ class Watch:
         self._failed = {"ended": kind}
         if self.monitor and kind.startswith("SIG"):  # other ranks get it too
             self.monitor.silent = True
-        at = {} if self._notes == recorder.now[0] else {"at": repr(tuple(recorder.position))}
+        at = {} if self._notes == recorder.now[0] else {"at": recorder.position.text}
         self._tell(at | self._failed)
 
     def silent_ranks(self) -> list[int]:
