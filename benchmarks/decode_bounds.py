@@ -13,7 +13,7 @@ from megatron.context_parallel.trainer.arguments.preset_model import preset_mode
 
 RANKS = 8
 BATCHES = {8_192: (8, 64, 256), 131_072: (1, 8, 24), 1_000_000: (1, 3)}  # sequences that fit in the memory, by tokens
-HOST = 760e-6  # seconds of Python and launches per layer: benchmarks/decode_step.py on 2 ranks, without the products
+HOST = 120e-6  # seconds of Python per layer: benchmarks/decode_step.py on 2 ranks, 1 sequence, without the products
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ def named(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-_WAITS = Position._fields.index("waits")
+_WAITS = list(Position.__annotations__).index("waits")
 
 
 class Memory(Protocol):
