@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.context_parallel.patches.torch_gpu_sleep import sleep
+from megatron.context_parallel.patches.torch_gpu_sleep import let_host_ahead
 from megatron.context_parallel.runtime.comm.communicators import joined
 from megatron.context_parallel.runtime.comm.first_rank import of_all_ranks
 from megatron.context_parallel.runtime.comm.transport import MessageList, TorchTransport, Work
@@ -21,7 +21,6 @@ LARGEST = {"cpu": 2**24, "cuda": 2**28}  # bytes of a message: caches of a proce
 STAT = Path("/proc/stat")
 WINDOWS = 5  # in which processors are counted
 QUEUED = 16  # actions that the host queues ahead of a GPU
-CYCLES = 4_000_000  # about 2 ms, in which the host queues them
 
 Action = Callable[[], object]
 Exchange = Callable[[Tensor], Work]  # starts messages as large as the tensor
@@ -100,7 +99,7 @@ class Meter:
         action()
         for _ in range(3 if self.quick else 5):
             self.start_together()
-            sleep(CYCLES)
+            let_host_ahead()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(QUEUED):

@@ -42,7 +42,7 @@ class BlockTimer:
     def seconds(self, rows: int, mask: str, kv_heads: int, keys: int | None = None) -> tuple[float, float]:
         """Of a forward and a backward pass, each time with other inputs: in training too they are new to the caches."""
         first = self._inputs(rows, kv_heads, keys)
-        count = max(SETS[0], min(SETS[-1], COLD // sum(x.nbytes for x in first)))
+        count = _sets_in_turn(sum(x.nbytes for x in first), COLD)
         sets = [first]
         while len(sets) < count:
             sets.append([x.clone() for x in first])
@@ -144,10 +144,10 @@ def _gemms(meter: Meter, dtype: torch.dtype) -> tuple[GemmRate, ...]:
 
 def _product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[], object]:
     """A product of square matrices: on a GPU with other ones each time, as in training. FP8 has a scale per tensor."""
-    count = 1
-    if device.type == "cuda":
-        count = max(SETS[0], min(SETS[-1], COLD_ON_GPU // (2 * size**2 * dtype.itemsize)))
-    sets = [[torch.randn(size, size, device=device).to(dtype) for _ in range(2)] for _ in range(count)]
+    count = _sets_in_turn(2 * size**2 * dtype.itemsize, COLD_ON_GPU) if device.type == "cuda" else 1
+    sets = []
+    for _ in range(count):
+        sets.append([torch.randn(size, size, device=device).to(dtype) for _ in range(2)])
     pairs = cycle(sets)
     if dtype is not FP8:
         return lambda: torch.matmul(*next(pairs))
@@ -158,6 +158,11 @@ def _product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[]
         return scaled_mm(a, b.T, one, whole, one, whole, output_dtype=torch.bfloat16, use_fast_accum=True)
 
     return scaled
+
+
+def _sets_in_turn(size: int, cold: int) -> int:
+    """How many sets of so many bytes are used in turn, so that each comes from memory."""
+    return max(SETS[0], min(SETS[-1], cold // size))
 
 
 def _has_fp8(device: torch.device) -> bool:

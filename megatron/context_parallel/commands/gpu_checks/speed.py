@@ -13,13 +13,12 @@ from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, cut
 from megatron.context_parallel.kernels.merge import merge
-from megatron.context_parallel.patches.torch_gpu_sleep import sleep
+from megatron.context_parallel.patches.torch_gpu_sleep import let_host_ahead
 from megatron.context_parallel.tokens.mask import Mask
 
 from .common import STEP, CheckReport, CheckSizes, RandomBlock, deterministic_mode, kernels, synchronisations
 
 REPEATS = 5
-CYCLES = 4_000_000  # about 2 ms; the host queues the calls of a block in less
 
 
 class GpuClock:
@@ -31,8 +30,7 @@ class GpuClock:
         return event
 
     def let_host_ahead(self) -> None:
-        """Occupies the GPU while the host queues what follows. Otherwise a short kernel is as slow as its launch."""
-        sleep(CYCLES)
+        let_host_ahead()
 
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
