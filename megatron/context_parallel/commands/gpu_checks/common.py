@@ -162,12 +162,28 @@ def deterministic_mode() -> Iterator[None]:
 
 
 @contextmanager
-def world_of_one(device: torch.device) -> Iterator[None]:
-    """This process is the only rank of the world."""
+def world_of_one(device: torch.device, bound: bool = False) -> Iterator[None]:
+    """This process is the only rank of the world, which is bound to the device or not."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{os.path.join(folder, 'store')}"
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init_method=store, rank=0, world_size=1)
+        dist.init_process_group(backend, init_method=store, rank=0, world_size=1, device_id=device if bound else None)
         try:
             yield
         finally:
             dist.destroy_process_group()
+
+
+@contextmanager
+def model_parallel() -> Iterator[None]:
+    """megatron-core has its groups, of this one rank."""
+    from megatron.core import parallel_state
+
+    from megatron.context_parallel.patches.cpu_host import support_cpu_host
+
+    support_cpu_host()
+    parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.context_parallel import ContextParallel
 
-from .common import CheckReport, CheckSizes, world_of_one
+from .common import CheckReport, CheckSizes, model_parallel, world_of_one
 
 TABLE = "decode steps of a model"
 PROMPTS = (1, 63, 64, 130)  # tokens of each row; pages have 64
@@ -30,7 +30,7 @@ def check_decode_model(report: CheckReport, sizes: CheckSizes, device: torch.dev
     if not find_spec("megatron.core"):
         report.add(TABLE, left_out="needs megatron-core (pip install megatron-core)")
         return
-    with world_of_one(device), _model_parallel():
+    with world_of_one(device), model_parallel():
         for dtype, cache, bound in CASES:
             with _warnings() as lines:
                 error, seconds = _compare(*_model(sizes, dtype, device), cache, device)
@@ -52,20 +52,6 @@ def _warnings() -> Iterator[list[str]]:
         yield lines
     finally:
         logger.removeHandler(handler)
-
-
-@contextmanager
-def _model_parallel() -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    from megatron.context_parallel.patches.cpu_host import support_cpu_host
-
-    support_cpu_host()
-    parallel_state.initialize_model_parallel()
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def _model(sizes: CheckSizes, dtype: torch.dtype, device: torch.device) -> tuple[torch.nn.Module, ContextParallel]:

@@ -15,7 +15,7 @@ from megatron.context_parallel.runtime.comm.communicators import joined
 from megatron.context_parallel.runtime.comm.torch_works import Work
 from megatron.context_parallel.runtime.comm.transport import TorchTransport
 
-from .common import CheckReport, CheckSizes
+from .common import CheckReport, CheckSizes, world_of_one
 from .errors import WHAT, compare, with_gradients
 
 CHANNELS = ("first", "second")
@@ -53,19 +53,12 @@ def check_calls(report: CheckReport, backend: str = "nccl") -> None:
     on_gpu = backend == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for bound in (True, False) if on_gpu else (False,):
-        with tempfile.TemporaryDirectory() as folder:
-            store = f"file://{os.path.join(folder, 'store')}"
-            dist.init_process_group(
-                backend, init_method=store, rank=0, world_size=1, device_id=device if bound else None
-            )
-            try:
-                transport = TorchTransport(joined(None), "GPU check")
-                transport.connect({(channel, (0,)) for channel in CHANNELS})
-                for call, wrong in _calls(transport, device):
-                    verdict = "FAIL" if wrong else "PASS"
-                    report.add("calls of one rank", call=call, bound=bound, wrong=wrong, verdict=verdict)
-            finally:
-                dist.destroy_process_group()
+        with world_of_one(device, bound):
+            transport = TorchTransport(joined(None), "GPU check")
+            transport.connect({(channel, (0,)) for channel in CHANNELS})
+            for call, wrong in _calls(transport, device):
+                verdict = "FAIL" if wrong else "PASS"
+                report.add("calls of one rank", call=call, bound=bound, wrong=wrong, verdict=verdict)
 
 
 def _calls(transport: TorchTransport, device: torch.device) -> Iterator[tuple[str, str]]:

@@ -55,6 +55,7 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
         case "decode":
             check_decode(report, sizes, device, host.clock)
             check_decode_model(report, sizes, device)
+            return _judge_rows(stage, tables[stage] + tables[DECODE_MODEL])
         case "training":
             check_training(report, sizes, device)
         case "tiles":
@@ -85,7 +86,11 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
                 return judge(stage, _failures(calls))
         case _:
             check_te(report, sizes, device)
-    rows = tables[stage] + (tables[DECODE_MODEL] if stage == "decode" else [])
+    return _judge_rows(stage, tables[stage])
+
+
+def _judge_rows(stage: str, rows: list[dict]) -> list[dict]:
+    """The result of a stage whose rows have verdicts; none if all were left out."""
     checked = [row for row in rows if "left_out" not in row]
     return judge(stage, _failures(checked)) if checked else []
 

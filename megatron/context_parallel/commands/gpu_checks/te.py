@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention, why_not_importable
 
-from .common import CheckReport, CheckSizes, world_of_one
+from .common import CheckReport, CheckSizes, model_parallel, world_of_one
 
 BOUND = 2e-2  # for bfloat16, relative error of a whole tensor
 
@@ -52,7 +52,6 @@ def _layer(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[
 
 def _model(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
     """A model's losses and gradients, with TE's layer spec and with our core attention in it."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -61,8 +60,7 @@ def _model(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[
     from megatron.context_parallel.integration.spec import use_core_attention
 
     (heads, kv_heads), dim, length, vocabulary = sizes.overhead_heads, sizes.speed_head_dims[0], sizes.te_rows, 512
-    parallel_state.initialize_model_parallel()
-    try:
+    with model_parallel():
         model_parallel_cuda_manual_seed(1)
         config = TransformerConfig(
             num_layers=2, hidden_size=heads * dim, num_attention_heads=heads, num_query_groups=kv_heads,
@@ -81,8 +79,6 @@ def _model(sizes: CheckSizes, device: torch.device) -> tuple[list[Tensor], list[
         places = torch.arange(length, device=device)[None]
         theirs, ours = (_results(m, partial(m, inputs, places, None, labels=labels)) for m in models)
         return theirs, ours
-    finally:
-        parallel_state.destroy_model_parallel()
 
 
 def _results(module: torch.nn.Module, call: Callable[[], Tensor], *inputs: Tensor) -> list[Tensor]:
