@@ -55,11 +55,9 @@ class StepGraph:
             reads: what the graph has as constants, such as the addresses of weights. If it changes, the step is
                 captured again.
         """
-        if self._fails:
-            run()
-        elif self.graph is not None and reads == self._reads:
+        if self.graph is not None and reads == self._reads:
             self.graph.replay()
-        elif self.pool.fails:
+        elif self._fails or self.pool.fails:
             run()
         else:
             self._run_and_capture(run)
