@@ -22,6 +22,7 @@ from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
 from megatron.context_parallel.kernels.merge import merge
+from megatron.context_parallel.kernels.paged import Seen
 from megatron.context_parallel.kernels.quantized import unpack
 from megatron.context_parallel.kernels.reference import Reference
 
@@ -271,16 +272,23 @@ def _paged(**x: Any) -> None:
     """All keys of a row in the first part."""
     x["out"].zero_()
     x["lse"].fill_(-torch.inf)
-    k, v = x["k"], x["v"]
-    if x["FORM"]:
-        k, v = (unpack(y, x["FORM"], x["q"].dtype) for y in (k, v))
-    for row, (first, end) in enumerate(zip(x["first"].tolist(), x["end"].tolist(), strict=True)):
+    seen = Seen(x["table"], x["first"], x["end"], x["PAGE"])
+    attend_to_pages(x["q"], x["k"], x["v"], seen, x["scale"], x["out"][0], x["lse"][0], x["FORM"])
+
+
+def attend_to_pages(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, out: Tensor, lse: Tensor, form: str | None
+) -> None:
+    """As `PagedKernel.forward`, by definition."""
+    if form:
+        k, v = (unpack(x, form, q.dtype) for x in (k, v))
+    for row, (first, end) in enumerate(zip(seen.first.tolist(), seen.end.tolist(), strict=True)):
         at = torch.arange(first, end)
-        slots = x["table"][row].long()[at // x["PAGE"]] * x["PAGE"] + at % x["PAGE"]
-        q = x["q"][row].unflatten(0, (-1, x["group"])).unsqueeze(0)
-        out, lse = Reference().forward(q, k[slots], v[slots], FULL, Scores(x["scale"]))
-        x["out"][0, row].copy_(out.flatten(1, 2)[0])
-        x["lse"][0, row].copy_(lse.flatten(1, 2)[0])
+        slots = seen.table[row].long()[at // seen.page] * seen.page + at % seen.page
+        by_key = q[row].unflatten(0, (k.shape[1], -1)).unsqueeze(0)
+        found, log = Reference().forward(by_key, k[slots], v[slots], FULL, Scores(scale))
+        out[row].copy_(found.flatten(1, 2)[0])
+        lse[row].copy_(log.flatten(1, 2)[0])
 
 
 def _gradients(x: dict, parts: int) -> tuple[Tensor, Tensor, Tensor]:

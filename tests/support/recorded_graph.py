@@ -11,11 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron.context_parallel.inference import decode_attention, decode_pages
-from megatron.context_parallel.kernels.interface import Scores
-from megatron.context_parallel.kernels.masks import FULL
 from megatron.context_parallel.kernels.paged import PagedKernel
-from megatron.context_parallel.kernels.quantized import unpack
-from megatron.context_parallel.kernels.reference import Reference
+from tests.support.pretended_gpu import attend_to_pages
 
 _OF_THE_HOST = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
 _recording: list["RecordedGraph"] = []  # the graph that is captured, if any
@@ -74,19 +71,8 @@ def _launch(kernel: Callable) -> Callable:
     return launched
 
 
-def _attend(self, q, k, v, seen, scale, out, lse, form) -> None:
-    """As `PagedKernel.forward`, by definition."""
-    if form:
-        k, v = (unpack(x, form, q.dtype) for x in (k, v))
-    out.zero_()
-    lse.fill_(-torch.inf)
-    for row, (first, end) in enumerate(zip(seen.first.tolist(), seen.end.tolist(), strict=True)):
-        at = torch.arange(first, end)
-        slots = seen.table[row].long()[at // seen.page] * seen.page + at % seen.page
-        by_key = q[row].unflatten(0, (k.shape[1], -1)).unsqueeze(0)
-        found, log = Reference().forward(by_key, k[slots], v[slots], FULL, Scores(scale))
-        out[row].copy_(found.flatten(1, 2)[0])
-        lse[row].copy_(log.flatten(1, 2)[0])
+def _attend(self: PagedKernel, *given) -> None:
+    attend_to_pages(*given)
 
 
 def _merge(out, lse, outs, lses) -> None:
