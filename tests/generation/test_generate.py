@@ -394,6 +394,9 @@ def test_end_tokens_and_stop_strings_wait_or_do_not_count():
     assert text(ended) == ([2], "stop")
     assert text(Rules(min_tokens=3, logit_bias=[(2, 9.5)])) == ([*said[:3], 2], "stop")
     assert text(Rules(ignore_ends=True, logit_bias=[(2, 9.5)])) == ([2] * 12, "length")
+    anything = json.dumps({"grammars": [{"lark_grammar": "start: /(.|\\n)*/"}]})
+    ruled = Rules(ignore_ends=True, min_tokens=3, logit_bias=[(2, 9.5)], grammar=anything)
+    assert text(ruled) == ([*said[:3], 2], "stop")  # behind an end token the grammar allows nothing
 
 
 def test_the_tokens_of_a_prompt_are_scored_however_it_is_cut():

@@ -51,6 +51,11 @@ class _Running:
     chosen: list[Token] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)  # of a scored request, with their log-probabilities
 
+    @property
+    def ends_at_end_token(self) -> bool:
+        """Whether an end token ends the text: always if it follows a grammar, which allows nothing behind the end."""
+        return self.matcher is not None or not self.request.rules.ignore_ends
+
 
 class Engine:
     """Generates text for many requests at once. Steps depend only on added and cancelled requests, so ranks agree.
@@ -257,7 +262,7 @@ class Engine:
         change = None
         if not rules.keep_logits(len(run.tokens) - len(request.tokens)):
             text = run.tokens[len(request.tokens) :]
-            ends = frozenset() if rules.ignore_ends else self.tokenizer.ends
+            ends = self.tokenizer.ends if run.ends_at_end_token else frozenset()
             change = partial(change_logits, rules=rules, so_far=TextSoFar(request.tokens, text, ends, allowed))
         return Draw(request.params, request.seed, len(run.tokens), rules.min_p, change)
 
@@ -295,7 +300,7 @@ class Engine:
 
     def _write(self, run: _Running, token: Token) -> tuple[str, str]:
         """The text that has become final with a token, and how the request ends, if it does."""
-        if token.id in self.tokenizer.ends and (run.matcher or not run.request.rules.ignore_ends):
+        if token.id in self.tokenizer.ends and run.ends_at_end_token:
             return run.stream.finish(), "stop"
         if run.matcher:
             run.matcher.advance(token.id)
