@@ -63,15 +63,6 @@ def inputs(call: Call) -> Inputs:
     return Inputs(*tensors, sinks.to(getattr(torch, call.sinks_dtype or call.dtype)))
 
 
-def padding_of(call: Call) -> Tensor:
-    """Which tokens of a batch of documents are padding, bool [s, b]."""
-    of_samples = []
-    for sample in call.documents:
-        names, counts = (torch.tensor(x) for x in zip(*sample, strict=True))
-        of_samples.append((names < 0).repeat_interleave(counts))
-    return torch.stack(of_samples, 1).expand(call.length, call.batch)
-
-
 def positions(layout: str, chunk: int, n: int, length: int) -> list[int]:
     """The tokens of a chunk, in the order its rank has them."""
     if layout == "contiguous":
@@ -120,6 +111,12 @@ def seen(call: Call) -> Tensor:
         runs_of_tokens.append(torch.tensor(runs).repeat_interleave(counts))
     of_token = torch.stack(runs_of_tokens)
     return allowed & (of_token[:, :, None] == of_token[:, None, :]) & (of_token >= 0)[:, :, None]
+
+
+def unseen(call: Call) -> tuple[Tensor, Tensor]:
+    """The queries that see nothing, such as padding, bool [s, b], and the keys that no query sees, bool [t, b]."""
+    allowed = seen(call).expand(call.batch, -1, -1)
+    return ~allowed.any(2).T, ~allowed.any(1).T
 
 
 class _Dense(NamedTuple):

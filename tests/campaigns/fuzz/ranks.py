@@ -30,7 +30,7 @@ from megatron.context_parallel.tokens.mask import Documents
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.placement import Placement
 from tests.campaigns.fuzz.case import MUTATION, ON_RANKS, Call, Case
-from tests.campaigns.fuzz.oracle import end_to_end, in_samples, inputs, padding_of, placed_positions, positions
+from tests.campaigns.fuzz.oracle import end_to_end, in_samples, inputs, placed_positions, positions, unseen
 from tests.campaigns.plan_mutations import mutate
 
 Results = list[list[Tensor | None]]  # by call: out, lse, dq, dk, dv and, with sinks, dsinks; None: of a frozen input
@@ -170,11 +170,11 @@ def _prepared(call: Call, documents: dict[str, Documents], own: Own) -> tuple[li
 
 
 def _put_garbage(call: Call, tensors: list[Tensor]) -> None:
-    """Overwrites the padding of queries, keys and values, which nothing sees."""
-    padding = padding_of(call)
-    for x in tensors:
-        count = len(x[padding])
-        x[padding] = torch.tensor(GARBAGE, dtype=x.dtype).repeat(count)[:count].view(-1, 1, 1)
+    """Overwrites queries that see nothing, and keys and values that nothing sees."""
+    queries, keys = unseen(call)
+    for x, rows in zip(tensors, (queries, keys, keys), strict=True):
+        count = int(rows.sum())
+        x[rows] = torch.tensor(GARBAGE, dtype=x.dtype).repeat(count)[:count].view(-1, 1, 1)
 
 
 def _as_given(x: Tensor, call: Call) -> Tensor:
