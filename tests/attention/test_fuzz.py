@@ -79,6 +79,8 @@ def test_every_strategy_layout_and_option_is_drawn():
     calls = [call for case in drawn for call in case.calls]
     for field in fields(Call)[5:]:
         assert any(getattr(call, field.name) != field.default for call in calls), field.name
+    short = [call for call in calls if call.kv_length and call.kv_length < call.length and not call.causal]
+    assert any(call.window[0] >= 0 > call.window[1] for call in short)
     assert any("+" in case.strategy and case.strategy.count("partials_in_16_bits") == 1 for case in drawn)
 
 

@@ -206,7 +206,7 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
     call.kernel = random.choice(KERNELS.get(call.dtype, ("default",)))
     call.causal = random.random() < 0.7
     if random.random() < 0.35:
-        call.window = tuple(random.choice((-1, 0, 1, random.randint(0, length), random.randint(0, 20))) for _ in "ba")
+        call.window = _window(random, length)
     if random.random() < 0.4:
         call.documents_as = random.choice(("ids", "after", "packed"))
         samples = random.choice((1, call.batch))
@@ -274,6 +274,12 @@ def _heads(size: int, rounds: int) -> list[tuple[int, int]]:
     ]
 
 
+def _window(random: Random, length: int) -> tuple[int, int]:
+    """A window with limits on one side or on both."""
+    before, after = (random.choice((0, 1, random.randint(0, length), random.randint(0, 20))) for _ in range(2))
+    return random.choice(((before, after), (before, -1), (-1, after)))
+
+
 def _runs(random: Random, length: int, padding: bool) -> list[list[int]]:
     """Runs of `length` tokens in all, short and long ones."""
     runs: list[list[int]] = []
@@ -290,8 +296,10 @@ def _runs(random: Random, length: int, padding: bool) -> list[list[int]]:
 def _new_features(random: Random, call: Call, unit: int) -> None:
     if random.random() < 0.15:
         call.value_dim = random.choice((1, 4, 8, 24, 128))
-    if call.documents is None and random.random() < 0.1:
+    if call.documents is None and random.random() < 0.15:
         call.kv_length = unit * random.randint(1, max(1, LONGEST // unit))
+        call.causal = random.random() < 0.5
+        call.window = random.choice((call.window, _window(random, call.length)))
     if random.random() < 0.15:
         call.softcap = random.choice((0.5, 5.0, 50.0))
     if random.random() < 0.15:
