@@ -71,6 +71,8 @@ def test_sinks_and_cross_lengths(name, layout):
             tensors = inputs(q_length, kv_length, heads, kv_heads)
             got = results(run(cp, causal, window), *tensors)
             check(got, tensors, bottom_right(q_length, kv_length, causal, window))
+    # Queries before the first key see it too.
+    check(results(run(cp, False, 5), *tensors), tensors, bottom_right(q_length, kv_length, False, 5))
 
 
 @pytest.mark.parametrize("name,layout", CASES)

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import fields
 from random import Random
 
 import pytest
@@ -32,6 +33,7 @@ def pool():
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     monkeypatch.setattr(fuzz_case, "LONGEST", 64)
+    monkeypatch.setattr(fuzz_case, "LONG", 100)
     monkeypatch.setattr(fuzz_case, "MOST_RANKS", 12)
 
 
@@ -74,6 +76,12 @@ def test_every_strategy_layout_and_option_is_drawn():
         assert drawn_options >= {*strategy.options, "placement", "partials_in_16_bits"}
         placements = {type(call.placement) for case in of_strategy for call in case.calls}
         assert placements == {type(None), int, list}
+    calls = [call for case in drawn for call in case.calls]
+    for field in fields(Call)[5:]:
+        assert any(getattr(call, field.name) != field.default for call in calls), field.name
+    short = [call for call in calls if call.kv_length and call.kv_length < call.length and not call.causal]
+    assert any(call.window[0] >= 0 > call.window[1] for call in short)
+    assert any("+" in case.strategy and case.strategy.count("partials_in_16_bits") == 1 for case in drawn)
 
 
 def test_the_oracle_by_hand():

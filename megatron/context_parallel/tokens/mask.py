@@ -21,6 +21,7 @@ from .layout import Chunks
 from .placement import Placement
 from .slices import Slices
 
+BEYOND = torch.iinfo(torch.int32).max  # a position after all, and more tokens than there are
 PAIRS_AT_ONCE = 2**22  # of progressions that are compared; limits memory
 
 
@@ -271,7 +272,7 @@ class Mask:
         """
         before, after = self.window
         first = positions - before if before >= 0 else torch.zeros_like(positions)
-        end = torch.full_like(positions, torch.iinfo(torch.int32).max)
+        end = torch.full_like(positions, BEYOND)
         if after >= 0:
             end = positions + after + 1
         if self.causal:
@@ -327,7 +328,9 @@ class Mask:
     def _mirrored_window(self) -> tuple[int, int]:
         """The queries before and after a key that see it."""
         before, after = self.window
-        return (0 if self.causal else after, before)
+        if self.causal:
+            return 0, before
+        return after if after >= 0 else BEYOND, before  # of more queries than keys the first have positions below 0
 
     def _parts(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
         """The first and last position of each part of a document, of any sample, in each slice of a chunk."""

@@ -117,9 +117,11 @@ def _specs() -> st.SearchStrategy[str]:
     values = st.sampled_from(("1", "2", "4", "2x2", "1x4", "4x1", "2,2", "zigzag", "cyclic", "contiguous", "true", "x"))
     given_options = st.lists(st.tuples(st.sampled_from(options), values).map("=".join), min_size=1, max_size=2)
     with_options = st.tuples(names, given_options.map(",".join)).map(":".join)
-    return (
-        names | names | with_options | WORDS | st.sampled_from(("nowhere.py:ring", "os:ring", "ring:", ":", "a:b:c:d"))
-    )
+    two_passes = st.tuples(names | with_options, names | with_options).map("+".join)
+    of_layers = names | with_options | names.map("{}*2".format) | two_passes
+    by_layer = st.lists(of_layers, min_size=2, max_size=3).map(",".join)
+    wrong = WORDS | st.sampled_from(("nowhere.py:ring", "os:ring", "ring:", ":", "a:b:c:d"))
+    return names | names | with_options | two_passes | by_layer | wrong
 
 
 def _values(flag: Flag, data: Path) -> st.SearchStrategy[list[str]]:

@@ -56,12 +56,14 @@ class Fuzz:
     def _compare(self, case: Case) -> str | None:
         wrong = []
         of_groups = run(case, self.pool)
-        sent_narrow = case.n if case.options.get("partials_in_16_bits") else 0
+        narrow = case.options.get("partials_in_16_bits") or "partials_in_16_bits" in case.strategy
+        sent_narrow = case.n if narrow else 0
         for i, call in enumerate(case.calls if of_groups else ()):
             key = case.strategy, call.dtype
             self.calls[key] += 1
             for j, answer in enumerate(answers(call)):
-                for off in (excess(call, WHAT[j], answer, results[i][j], sent_narrow) for results in of_groups):
+                found = [results[i][j] for results in of_groups if results[i][j] is not None]
+                for off in (excess(call, WHAT[j], answer, x, sent_narrow) for x in found):
                     if off <= 1:
                         self.worst[key][j] = max(self.worst[key][j], off)
                     else:

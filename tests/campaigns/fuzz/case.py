@@ -13,6 +13,8 @@ MOST_RANKS = 64  # in one process
 MOST_SPLIT_IN_ROUNDS = 8  # head-parallel ranks; with more, there would be too many heads
 KERNELS = {"float64": ("default", "reference", "runs"), "float32": ("default", "default", "runs")}
 LONGEST = 600  # tokens; the oracle's matrices have the square of it
+HEAD_DIMS = (1, 2, 4, 5, 8, 16, 16, 32, 64, 64, 80, 128, 192, 256)
+LONG = 2500  # of one in 20 calls, which have few heads: kernels cut blocks of more than 256 rows into tiles
 
 
 @dataclass
@@ -31,6 +33,13 @@ class Call:
         strided: inputs and output gradient are views that are not contiguous.
         recompute: the forward pass runs once without gradients, and the second one uses the kept results.
         value_dim, kv_length: default: `head_dim`, `length`.
+        sinks_dtype: default: `dtype`.
+        tensor_layout: the order of dimensions of what is given and returned.
+        autocast: inputs are float32, and cast to bfloat16 by torch.autocast.
+        expanded: keys and values of all heads are one tensor, and the output gradient is a number, without copies.
+        frozen: the inputs that need no gradient, "q", "k" or "v".
+        garbage: queries that see nothing, and keys and values that nothing sees, are NaN, infinite or large.
+        dout: the output gradient is "ordinary", "gaps" (rows of zeros), "tiny" or "huge".
     """
 
     seed: int
@@ -54,6 +63,13 @@ class Call:
     kv_length: int | None = None
     softcap: float = 0.0
     sinks: bool = False
+    sinks_dtype: str | None = None
+    tensor_layout: str = "sbhd"
+    autocast: bool = False
+    expanded: bool = False
+    frozen: str = ""
+    garbage: bool = False
+    dout: str = "ordinary"
 
 
 @dataclass
@@ -123,15 +139,22 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
         options["partials_in_16_bits"] = True
         for call in calls:
             call.dtype, call.kernel = "bfloat16", "default"
-    name = strategy.name if random.random() < 0.9 else _with_another_backward_pass(random, strategy, layout, options)
+    name = strategy.name
+    if random.random() < 0.1:
+        name = _with_another_backward_pass(random, strategy, layout, options, max(1, n // size))
     return Case(kind, name, layout, n, options, calls, groups, random.random() < 0.5)
 
 
-def _with_another_backward_pass(random: Random, strategy: Strategy, layout: str, options: dict) -> str:
+def _with_another_backward_pass(random: Random, strategy: Strategy, layout: str, options: dict, n: int) -> str:
     """The spec of two strategies that share the tokens alike. It takes the first one's own options out of `options`."""
     fitting = [s for s in STRATEGIES.values() if layout in s.layouts and s.head_parallel == strategy.head_parallel]
     own = {name: options.pop(name) for name in strategy.options if name in options}
-    return f"{asked(strategy.name, **own)}+{random.choice(fitting).name}"
+    back = random.choice(fitting)
+    of_back = _options(random, back, n)
+    of_back.pop("token_rounds", None)  # would have to divide the tokens of a rank
+    if options.get("partials_in_16_bits") and random.random() < 0.5:
+        random.choice((own, of_back))["partials_in_16_bits"] = options.pop("partials_in_16_bits")
+    return f"{asked(strategy.name, **own)}+{asked(back.name, **of_back)}"
 
 
 def _head_parallel_size(random: Random, strategy: Strategy, n: int) -> int:
@@ -174,13 +197,16 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
         (1, 1, 2, 3, 4, *(random.randint(1, 12) for _ in range(4)), random.randint(1, 60), LONGEST // unit)
     )
     length = unit * max(1, min(size, LONGEST // unit))
-    call = Call(random.randrange(10**6), length, heads, kv_heads, random.choice((1, 2, 4, 5, 8, 16, 16, 32, 64)))
-    call.batch = random.choice((1, 2)) if length * heads > 3000 else random.randint(1, 3)
+    call = Call(random.randrange(10**6), length, heads, kv_heads, random.choice(HEAD_DIMS))
+    call.batch = random.choice((1, 2)) if length * heads > 3000 else random.randint(1, 5)
+    if LONG // unit * unit > LONGEST and heads <= 4 and random.random() < 0.1:
+        call.batch, call.length = 1, unit * random.randint(1 + LONGEST // unit, LONG // unit)
+        length = call.length
     call.dtype = random.choice(("float32", "float32", "float64", "bfloat16"))
     call.kernel = random.choice(KERNELS.get(call.dtype, ("default",)))
     call.causal = random.random() < 0.7
     if random.random() < 0.35:
-        call.window = tuple(random.choice((-1, 0, 1, random.randint(0, length), random.randint(0, 20))) for _ in "ba")
+        call.window = _window(random, length)
     if random.random() < 0.4:
         call.documents_as = random.choice(("ids", "after", "packed"))
         samples = random.choice((1, call.batch))
@@ -248,6 +274,12 @@ def _heads(size: int, rounds: int) -> list[tuple[int, int]]:
     ]
 
 
+def _window(random: Random, length: int) -> tuple[int, int]:
+    """A window with limits on one side or on both."""
+    before, after = (random.choice((0, 1, random.randint(0, length), random.randint(0, 20))) for _ in range(2))
+    return random.choice(((before, after), (before, -1), (-1, after)))
+
+
 def _runs(random: Random, length: int, padding: bool) -> list[list[int]]:
     """Runs of `length` tokens in all, short and long ones."""
     runs: list[list[int]] = []
@@ -263,10 +295,19 @@ def _runs(random: Random, length: int, padding: bool) -> list[list[int]]:
 
 def _new_features(random: Random, call: Call, unit: int) -> None:
     if random.random() < 0.15:
-        call.value_dim = random.choice((1, 4, 8, 24))
-    if call.documents is None and random.random() < 0.1:
+        call.value_dim = random.choice((1, 4, 8, 24, 128))
+    if call.documents is None and random.random() < 0.15:
         call.kv_length = unit * random.randint(1, max(1, LONGEST // unit))
+        call.causal = random.random() < 0.5
+        call.window = random.choice((call.window, _window(random, call.length)))
     if random.random() < 0.15:
         call.softcap = random.choice((0.5, 5.0, 50.0))
     if random.random() < 0.15:
         call.sinks = True
+        call.sinks_dtype = random.choice((None, None, "float32", "bfloat16"))
+    call.tensor_layout = random.choice(("sbhd", "sbhd", "bshd", "bhsd"))
+    call.autocast = call.dtype == "bfloat16" and random.random() < 0.2
+    call.expanded = random.random() < 0.1
+    call.frozen = random.choice(("", "", "", "", "", "q", "k", "v", "qk", "kv"))
+    call.garbage = call.kernel == "default" and random.random() < 0.5
+    call.dout = random.choice(("ordinary", "ordinary", "ordinary", "ordinary", "gaps", "tiny", "huge"))

@@ -50,10 +50,17 @@ def inputs(call: Call) -> Inputs:
         x["q"] = x["q"] + 2
         x["k"][0] = 3.0
         x["v"][0] *= 1e-4
+    if call.expanded:
+        x["k"][:], x["v"][:], x["dout"][:] = x["k"][:, :, :1], x["v"][:, :, :1], x["dout"][0, 0, 0, 0]
+    if call.dout == "gaps":
+        x["dout"][torch.rand(call.length, generator=generator) < 0.6] = 0.0
+    x["dout"] *= {"tiny": 1e-12, "huge": 1e12}.get(call.dout, 1.0)
     dtype = getattr(torch, call.dtype)
     tensors = [tensor.to(dtype) for tensor in x.values()]
-    sinks = torch.randn(call.heads, generator=generator, dtype=torch.float64).to(dtype) if call.sinks else None
-    return Inputs(*tensors, sinks)
+    if not call.sinks:
+        return Inputs(*tensors, None)
+    sinks = torch.randn(call.heads, generator=generator, dtype=torch.float64)
+    return Inputs(*tensors, sinks.to(getattr(torch, call.sinks_dtype or call.dtype)))
 
 
 def positions(layout: str, chunk: int, n: int, length: int) -> list[int]:
@@ -104,6 +111,12 @@ def seen(call: Call) -> Tensor:
         runs_of_tokens.append(torch.tensor(runs).repeat_interleave(counts))
     of_token = torch.stack(runs_of_tokens)
     return allowed & (of_token[:, :, None] == of_token[:, None, :]) & (of_token >= 0)[:, :, None]
+
+
+def unseen(call: Call) -> tuple[Tensor, Tensor]:
+    """The queries that see nothing, such as padding, bool [s, b], and the keys that no query sees, bool [t, b]."""
+    allowed = seen(call).expand(call.batch, -1, -1)
+    return ~allowed.any(2).T, ~allowed.any(1).T
 
 
 class _Dense(NamedTuple):
@@ -206,8 +219,9 @@ def excess(call: Call, what: str, answer: Answer, got: Tensor, sent_narrow: int 
     blind = answer.value.isneginf()
     if got.shape != answer.value.shape or not torch.equal(got.isneginf(), blind):
         return torch.inf
-    narrow = 0.0 if what == "lse" else NARROW[call.dtype]  # lse stays as wide as partials
-    unit = UNIT[call.dtype] + UNIT["float64"]  # the expected value is rounded too
+    dtypes = {call.dtype, call.sinks_dtype or call.dtype} if what == "dsinks" else {call.dtype}
+    narrow = 0.0 if what == "lse" else max(NARROW[dtype] for dtype in dtypes)  # lse stays as wide as partials
+    unit = max(UNIT[dtype] for dtype in dtypes) + UNIT["float64"]  # the expected value is rounded too
     allowed = (UNITS * unit + sent_narrow * narrow / 2) * answer.terms + narrow * answer.rounded
     error, allowed = (x.double().masked_fill(blind, 0.0) for x in (got.double() - answer.value, allowed))
     by_row = [x.norm(dim=3) if x.dim() == 4 else x.abs() for x in (error, allowed)]

@@ -30,10 +30,12 @@ from megatron.context_parallel.tokens.mask import Documents
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.placement import Placement
 from tests.campaigns.fuzz.case import MUTATION, ON_RANKS, Call, Case
-from tests.campaigns.fuzz.oracle import end_to_end, in_samples, inputs, placed_positions, positions
+from tests.campaigns.fuzz.oracle import end_to_end, in_samples, inputs, placed_positions, positions, unseen
 from tests.campaigns.plan_mutations import mutate
 
-Results = list[list[Tensor]]  # by call: out, lse, dq, dk, dv and, with sinks, dsinks
+Results = list[list[Tensor | None]]  # by call: out, lse, dq, dk, dv and, with sinks, dsinks; None: of a frozen input
+ORDERS = {"sbhd": (0, 1, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (1, 2, 0, 3)}  # the dimensions of [s, b, heads, d]
+GARBAGE = (float("nan"), float("inf"), 3e38, 0.0)
 PATIENCE = 60.0  # seconds a case on ranks may take: some hundred times what it does
 
 
@@ -64,7 +66,7 @@ def run(case: Case, pool: "Pool") -> list[Results]:
         if case.kind == MUTATION:
             ranks.plans = _MutatedPlans(case.calls[0].seed, ranks.choice, case.n)
         found = perform(case, ranks, lambda x, call, documents: end_to_end(x) if call.placement else x)
-        return [[_as_given(call, results) for call, results in zip(case.calls, found, strict=True)]]
+        return [[_in_samples(call, results) for call, results in zip(case.calls, found, strict=True)]]
     except UsageError:
         raise
     except _Found:
@@ -110,36 +112,81 @@ def perform(case: Case, cp: AllRanks | ContextParallel, own: Own) -> Results:
     calls = [_prepared(call, documents, own) for call in case.calls]
     for call, (leaves, _, _, how) in zip(case.calls, calls, strict=True):
         if call.recompute:
-            with torch.no_grad():
+            with torch.no_grad(), _autocast(call):
                 context_parallel_attention(*leaves[:3], cp, **how, kept=kept)
     passes = []
     for call, (leaves, dout, before, how) in zip(case.calls, calls, strict=True):
         again = {"kept": kept} if call.recompute else {}
-        out, lse = context_parallel_attention(*leaves[:3], cp, return_lse=True, **how, **again)
+        with _autocast(call):
+            out, lse = context_parallel_attention(*leaves[:3], cp, return_lse=True, **how, **again)
         passes.append((out, lse, leaves, dout, before))
     results: Results = [[] for _ in passes]
     order = range(len(passes)) if case.in_turn else reversed(range(len(passes)))
     for i in order:
         out, lse, leaves, dout, before = passes[i]
-        results[i] = [out.detach(), lse, *torch.autograd.grad(out, leaves, dout)]
+        needed = [x for x in leaves if x.requires_grad]
+        grads = iter(torch.autograd.grad(out, needed, dout))
+        found = [out.detach(), lse, *(next(grads) if x.requires_grad else None for x in leaves)]
+        results[i] = [_from_layout(x, case.calls[i]) for x in found]
         assert out.dtype == dout.dtype, f"an output of {out.dtype} for inputs of {dout.dtype}"
         assert lse.dtype == torch.promote_types(dout.dtype, torch.float32), f"a log-sum-exp of {lse.dtype}"
-        assert all(map(torch.equal, (*leaves, dout), before)), "the inputs were changed"
+        assert all(map(_same, (*leaves, dout), before)), "the inputs were changed"
     return results
+
+
+def _autocast(call: Call) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=call.autocast)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.nan_to_num(7.5), y.nan_to_num(7.5))
+
+
+def _from_layout(x: Tensor | None, call: Call) -> Tensor | None:
+    """A result in the dimension order of the call, as [s, b, ...]."""
+    if x is None or x.dim() == 1:
+        return x
+    order = ORDERS[call.tensor_layout][: x.dim()]
+    return x.permute([order.index(i) for i in range(x.dim())])
 
 
 def _prepared(call: Call, documents: dict[str, Documents], own: Own) -> tuple[list[Tensor], Tensor, list[Tensor], dict]:
     """A rank's leaves, its output gradient, copies of both, and the other arguments of a call."""
     *tensors, sinks = inputs(call)
     how = _how(call, documents, sinks)
-    parts = [own(x, call, how.get("documents")) for x in tensors]
-    *leaves, dout = (_view(x) if call.strided else x for x in parts)
-    leaves = [x.requires_grad_() for x in [*leaves, sinks] if x is not None]
+    if call.garbage:
+        _put_garbage(call, tensors[:3])
+    *parts, dout = [own(x, call, how.get("documents")) for x in tensors]
+    if call.autocast:
+        parts = [x.float() for x in parts]
+    if call.expanded:
+        parts[1:] = [x[:, :, :1].expand_as(x) for x in parts[1:]]
+        dout = dout if call.dout == "gaps" else dout[:1, :1, :1, :1].expand_as(dout)
+    *leaves, dout = [_as_given(x, call) for x in (*parts, dout)]
+    for name, x in zip("qkv", leaves, strict=True):
+        x.requires_grad_(name not in call.frozen)
+    leaves += [] if sinks is None else [sinks.requires_grad_()]
     return leaves, dout, [x.detach().clone() for x in (*leaves, dout)], how
 
 
+def _put_garbage(call: Call, tensors: list[Tensor]) -> None:
+    """Overwrites queries that see nothing, and keys and values that nothing sees."""
+    queries, keys = unseen(call)
+    for x, rows in zip(tensors, (queries, keys, keys), strict=True):
+        count = int(rows.sum())
+        x[rows] = torch.tensor(GARBAGE, dtype=x.dtype).repeat(count)[:count].view(-1, 1, 1)
+
+
+def _as_given(x: Tensor, call: Call) -> Tensor:
+    """A tensor [s, b, ...] as the call gives it."""
+    x = x.permute(ORDERS[call.tensor_layout])
+    if call.strided:
+        return x.transpose(0, 2).contiguous().transpose(0, 2)
+    return x if call.expanded else x.contiguous()
+
+
 def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> dict:
-    how = {"causal": call.causal, "window": call.window, "scale": call.scale}
+    how = {"causal": call.causal, "window": call.window, "scale": call.scale, "tensor_layout": call.tensor_layout}
     if call.kernel != "default":
         how["kernel"] = Reference() if call.kernel == "reference" else _WholeBlocks()
     if call.documents is not None:
@@ -153,11 +200,6 @@ def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> d
     if sinks is not None:
         how["sinks"] = sinks
     return how
-
-
-def _view(x: Tensor) -> Tensor:
-    """The same, not contiguous."""
-    return x.transpose(0, 2).contiguous().transpose(0, 2)
 
 
 def _documents(call: Call) -> Documents:
@@ -197,11 +239,11 @@ def _solved(call: Call, chunks: int) -> list[list[list[int]]]:
     return [[[first, first + rows] for first, _, rows in of_chunk.tolist()] for of_chunk in found.of_chunks]
 
 
-def _as_given(call: Call, results: list[Tensor]) -> list[Tensor]:
+def _in_samples(call: Call, results: list[Tensor]) -> list[Tensor]:
     """Results over whole tensors [s, b, ...], of a batch whose samples lay end to end if it was placed."""
     if not call.placement:
         return results
-    return [x if x.dim() == 1 else in_samples(x, call.batch) for x in results]
+    return [x if x is None or x.dim() == 1 else in_samples(x, call.batch) for x in results]
 
 
 def _packed(samples: list[list[list[int]]], length: int) -> Documents:
@@ -226,7 +268,7 @@ def _join(case: Case, of_ranks: list[tuple[Owned, Results]]) -> Results:
     for i, call in enumerate(case.calls):
         per_result = zip(*(results[i] for _, results in of_ranks), strict=True)
         owned = [owned for owned, _ in of_ranks]
-        joined.append(_as_given(call, [_whole(case, call, owned, parts) for parts in per_result]))
+        joined.append(_in_samples(call, [_whole(case, call, owned, parts) for parts in per_result]))
     return joined
 
 
@@ -237,7 +279,9 @@ def _places(case: Case, call: Call, owned: Owned, length: int) -> list[int]:
     return positions(case.layout, owned.chunk, case.n, length)
 
 
-def _whole(case: Case, call: Call, owned: list[Owned], parts: tuple[Tensor, ...]) -> Tensor:
+def _whole(case: Case, call: Call, owned: list[Owned], parts: tuple[Tensor | None, ...]) -> Tensor | None:
+    if parts[0] is None:
+        return None
     if parts[0].dim() == 1:  # of the sinks: each rank has the sum over its tokens
         return torch.stack(parts).double().sum(0)
     whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:])

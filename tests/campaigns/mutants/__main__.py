@@ -55,6 +55,7 @@ ATTENTION = (
     "tokens/test_mask.py",
     "runtime/test_heads.py",
 )
+ROWS = "tokens/test_placement.py", "tokens/test_mask.py", "attention/test_corners.py"
 FLAGS = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist")
 RANKS = (  # of `TorchTransport`, between processes
     "runtime/test_transport.py::test_torch_transport",
@@ -73,7 +74,10 @@ TESTS = {
     "plan/verify.py": PLANS,
     "plan/liveness.py": PLANS,
     "plan/volume.py": PLANS,
+    "plan/row_sets.py": ("plan/test_volume.py", *ROWS),
     "runtime/executor.py": ATTENTION,
+    "runtime/rank_rows.py": ROWS,
+    "runtime/rounds.py": ("attention/test_corners.py", "runtime/test_heads.py"),
     "runtime/buffers.py": ATTENTION,
     "tokens/chunk_pairs.py": (
         "tokens/test_mask.py",
@@ -87,6 +91,7 @@ TESTS = {
         "attention/test_corners.py",
         "plan/test_plan.py",
     ),
+    "tokens/slices.py": ROWS,
     "tokens/layout.py": (
         "tokens/test_layout.py",
         "tokens/test_mask.py",

@@ -1,0 +1,246 @@
+"""Random models and caches, and random lives of sequences in them: the logits of whole texts on the fewest ranks.
+
+    python -m tests.campaigns.sessions --seconds 60 --seed 1
+
+A session opens, forks, trims and frees sequences, and appends prompts, parts of prompts and single tokens. Free pages
+are full of NaN. All logits are compared with a forward pass over the whole text without a cache. Each failure prints
+the number that runs it again (`--only`). The exit status is 1 if there is one.
+"""
+
+import argparse
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
+from tests.support.ranks import Ranks
+from tests.support.session_case import VOCABULARY, model, poison, session, start
+
+RANKS = 4
+BOUNDS = {"auto": 2e-5, "int8": 0.2, "fp8": 0.4}  # of the relative error of a row of logits, by kv_cache_dtype
+PREFILL = ("pass-kv", "pass-q", "pass-q-all-to-all", "empirical")
+LONGEST = 200  # tokens of a sequence
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+
+
+@dataclass
+class Append:
+    """A pass: new tokens by sequence, which tensors are sent, and the sequences whose logits are all kept."""
+
+    new: dict[int, list[int]]
+    prefill: str | None
+    scored: list[int]
+
+
+@dataclass
+class Case:
+    """A session and what happens to its sequences, which are numbered from 1.
+
+    Attributes:
+        tensor, context: the tensor- and context-parallel ranks.
+        positions: of the tokens, "rope" or "learned_absolute"; changes: of the model; how: of the session.
+        events: passes, and ("open",), ("fork", sequence, tokens), ("free", sequence) and ("trim", sequence).
+    """
+
+    tensor: int
+    context: int
+    positions: str
+    changes: dict[str, Any]
+    how: dict[str, Any]
+    events: list[Append | tuple] = field(default_factory=list)
+
+
+def draw(random: Random) -> Case:
+    tensor = random.choice((1, 1, 1, 2))
+    context = random.randint(1, RANKS // tensor)
+    positions = random.choice(("rope", "rope", "learned_absolute"))
+    case = Case(tensor, context, positions, _changes(random, tensor), {"cache_tokens": 800})
+    case.how |= {"page": random.choice((1, 2, 4, 8)), "frozen": random.random() < 0.5}
+    case.how |= {"prefill": random.choice(PREFILL), "kv_cache_dtype": random.choice(("auto", *KV_CACHE_DTYPES))}
+    texts: dict[int, int] = {}  # tokens by sequence
+    for _ in range(random.randint(5, 14)):
+        case.events.append(_event(random, texts, 1 + sum(event[0] in ("open", "fork") for event in _calls(case))))
+    return case
+
+
+def _calls(case: Case) -> list[tuple]:
+    return [event for event in case.events if isinstance(event, tuple)]
+
+
+def _changes(random: Random, tensor: int) -> dict[str, Any]:
+    """Of a model; experts only without tensor parallelism, with which they need sequence parallelism."""
+    changes: dict[str, Any] = {"num_query_groups": random.choice((1, 2, 4)), "num_layers": random.randint(1, 3)}
+    if random.random() < 0.5:
+        changes["window_size"] = random.choice((0, 1, 3, 6, 11)), 0
+        changes["window_attn_skip_freq"] = random.choice((None, 2, 3))
+    changes["softmax_type"] = random.choice(("vanilla", "vanilla", "off-by-one", "learnable"))
+    changes["qk_layernorm"] = random.random() < 0.3
+    changes["normalization"] = random.choice(("RMSNorm", "LayerNorm"))
+    changes["gated_linear_unit"] = random.random() < 0.5
+    changes["activation_func"] = random.choice(sorted(ACTIVATIONS))
+    changes["kv_channels"] = random.choice((4, 8, 8, 12, 16))
+    changes["add_bias_linear"] = random.random() < 0.4
+    if tensor == 1 and random.random() < 0.2:
+        changes |= {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+    return changes
+
+
+def _event(random: Random, texts: dict[int, int], number: int) -> Append | tuple:
+    """What happens next; `texts` is changed. `number` is that of the next sequence."""
+    filled = [sequence for sequence, tokens in texts.items() if tokens]
+    chance = random.random()
+    if not texts or (chance < 0.25 and len(texts) < 5):
+        texts[number] = 0
+        return ("open",)
+    if chance < 0.35 and filled:
+        source = random.choice(filled)
+        texts[number] = random.randint(1, texts[source])
+        return "fork", source, texts[number]
+    if chance < 0.42 and len(texts) > 1:
+        texts.pop(gone := random.choice([*texts]))
+        return "free", gone
+    if chance < 0.48 and filled:
+        return "trim", random.choice(filled)
+    decode = random.random() < 0.5
+    new = {}
+    for sequence in random.sample([*texts], random.randint(1, len(texts))):
+        count = 1 if decode and texts[sequence] else random.choice((1, 2, 3, 7, random.randint(1, 40)))
+        new[sequence] = [random.randrange(VOCABULARY) for _ in range(min(count, LONGEST - texts[sequence]))]
+        texts[sequence] += len(new[sequence])
+    new = {sequence: tokens for sequence, tokens in new.items() if tokens}
+    if not new:
+        return "trim", next(iter(texts))
+    return Append(new, random.choice((None, *PREFILL[:3])), [s for s in new if random.random() < 0.3])
+
+
+# ------------------------------------------------------------------------------------------------ on the ranks
+
+
+def _of_model(case: Case) -> dict[str, Any]:
+    return case.changes | {"activation_func": ACTIVATIONS[case.changes["activation_func"]]}
+
+
+def live(case: Case) -> list[dict[int, list[tuple[list[int], Tensor]]]]:
+    """For each pass and sequence what this rank has: positions, and logits [positions, vocabulary]."""
+    start(case.tensor)
+    of, found = session(case.positions, changes=_of_model(case), **case.how), []
+    for event in case.events:
+        match event:
+            case Append(new, prefill, scored):
+                found.append(_append(of, new, prefill, scored))
+            case ("open",):
+                of.open()
+            case ("fork", source, tokens):
+                if not of.holds(source, tokens):  # it was trimmed
+                    break
+                of.fork(source, tokens)
+            case ("free", sequence):
+                of.free(sequence)
+            case ("trim", sequence) if of.window is not None:
+                of.trim(sequence)
+        poison(of)
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _append(of, new, prefill, scored) -> dict[int, list[tuple[list[int], Tensor]]]:
+    rows = defaultdict(list)
+    for sequence, logits in of.forward(new, prefill, scored).items():
+        rows[sequence].append(([of.length(sequence) - 1], logits.unsqueeze(0).clone()))
+    for sequence, (positions, logits) in of.scored.items():
+        rows[sequence].append((positions, logits.clone()))
+    return dict(rows)
+
+
+@torch.no_grad()
+def whole(case: Case) -> list[dict[int, Tensor]]:
+    """For each pass and sequence the logits of the whole text [tokens, vocabulary], without a cache."""
+    start(case.tensor)
+    built, texts, found = model(True, case.positions, **_of_model(case)).eval(), dict[int, list[int]](), []
+    for event in case.events:
+        match event:
+            case ("open",):
+                texts[len(texts) + 1] = []
+            case ("fork", source, tokens):
+                texts[len(texts) + 1] = texts[source][:tokens]
+            case Append(new):
+                for sequence, tokens in new.items():
+                    texts[sequence] = texts[sequence] + tokens
+                found.append({sequence: _logits(built, texts[sequence]) for sequence in new})
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def _logits(built, text: list[int]) -> Tensor:
+    padded = torch.tensor([text + [0] * (len(text) % 2)])  # the zigzag layout needs an even length
+    logits = built(padded, torch.arange(padded.shape[1]).unsqueeze(0), None, runtime_gather_output=True)
+    return logits[0, : len(text), :VOCABULARY].float()
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
+
+
+def check(ranks: Ranks, case: Case) -> tuple[float, int]:
+    """The largest relative error of a row of logits, and how many rows were compared.
+
+    Raises:
+        AssertionError: logits are missing, or ranks have too many.
+    """
+    expected = ranks(case.tensor, whole, case)[0]
+    of_ranks = ranks(case.tensor * case.context, live, case)
+    passes = [event for event in case.events if isinstance(event, Append)]
+    worst, count = 0.0, 0
+    for number, at_once in enumerate(zip(*of_ranks, strict=True)):
+        rows = Counter[int]()
+        for sequence, parts in [part for of_rank in at_once for part in of_rank.items()]:
+            for positions, logits in parts:
+                rows[sequence] += len(positions)
+                wanted = expected[number][sequence][positions]
+                error = (logits - wanted).norm(dim=1) / wanted.norm(dim=1)
+                worst = max([worst, *error.nan_to_num(torch.inf).tolist()])
+        new = passes[number].new
+        due = {s: case.tensor * (1 + len(new[s]) * (s in passes[number].scored)) for s in new}
+        assert rows == due, f"pass {number} has {dict(rows)} rows of logits, not {due}"
+        count += rows.total()
+    return worst, count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--seconds", type=float, default=60.0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--only", type=int, help="only the session of this number")
+    args = parser.parse_args()
+    ranks, largest, rows, failed = Ranks(RANKS), Counter[str](), 0, 0
+    until, number = time.monotonic() + args.seconds, args.only or 0
+    while time.monotonic() < until:
+        case = draw(Random(f"{args.seed} {number}"))
+        form = case.how["kv_cache_dtype"]
+        try:
+            error, count = check(ranks, case)
+            wrong = f"off by {error:.1e}" if error > BOUNDS[form] else ""
+            largest[form], rows = max(largest[form], error), rows + count
+        except Exception as error:
+            wrong = str(error)
+        if wrong:
+            failed += 1
+            print(f"--seed {args.seed} --only {number}: {wrong}: {case}", flush=True)
+        number += 1
+        if args.only is not None:
+            break
+    ranks.close()
+    errors = ", ".join(f"{form} {error:.1e}" for form, error in sorted(largest.items()))
+    print(f"{number - (args.only or 0)} sessions, {rows} rows of logits, largest errors: {errors}; {failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
