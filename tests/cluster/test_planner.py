@@ -19,7 +19,7 @@ from megatron.context_parallel.cluster.search.candidates import Candidate, Workl
 from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
-from megatron.context_parallel.cluster.step.attention_pass import attention_only
+from megatron.context_parallel.cluster.step.attention_pass import attention_only, attention_seconds
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands import plan_search as plan_search_module
 from megatron.context_parallel.commands.plan import main as plan_tool
@@ -33,6 +33,7 @@ from megatron.context_parallel.trainer.arguments.preset_model import preset_mode
 from megatron.context_parallel.trainer.dry_run import describe
 from tests.support.box import BOX, BOX_TEXT
 from tests.support.exact import errors, exact, gradients, problem
+from tests.support.ideal_model import MODEL
 
 WORKLOAD = Workload(4096, 8, 4, 64)
 HOST = replace(BOX, shared_cores=2, nics=replace(BOX.nics, processor_ns_per_byte=2, GB_s=0.1))
@@ -515,11 +516,27 @@ def test_plan_search_refuses(more, message):
 
 
 def test_a_mask_counts():
-    """With a window of a chunk a contiguous ring sends one chunk; nothing sends less."""
+    """With a window of a chunk a contiguous ring sends one chunk; nothing sends less. With a smaller one it sends rows.
+
+    Bounds and times count these.
+    """
     workload = replace(WORKLOAD, mask=Mask(True, (512, 0)), kv_heads=8)
     assert search(workload, GroupDevices(SLOW), {"head_parallel_size": 1}).best.startswith(
         ("ring:layout=contiguous", "lightseq")
     )
+    narrow = replace(workload, mask=Mask(True, (128, 0)))
+    model = replace(MODEL, num_attention_heads=8, num_query_groups=8, kv_channels=64, window_size=128)
+    run = TrainConfig(seq_length=4096, context_parallel_size=8)
+    found = search(narrow, GroupDevices(SLOW), {"head_parallel_size": 1}).ranked
+    for spec in ("lightseq", "ring:layout=contiguous"):
+        how = model, replace(run, cp_strategy=spec), SLOW
+        passes = [attention_seconds(*how, backward).seconds for backward in (False, True)]
+        assert found[spec].seconds == pytest.approx(sum(passes), rel=1e-9)
+    ways = {one.choice.spec: one.plans for one in every(narrow, 8) if isinstance(one, Candidate)}
+    some = dict([*ways.items()][::9])
+    _, least = fastest(some, GroupDevices(SLOW), narrow, most=0)
+    times, _ = fastest(some, GroupDevices(SLOW), narrow, most=len(some))
+    assert all(least[spec] <= found.seconds * (1 + 1e-9) for spec, found in times.items())
 
 
 def test_a_more_complicated_choice_must_gain_more_than_predictions_are_off():

@@ -12,6 +12,7 @@ from megatron.context_parallel.cluster.description import Cluster, for_tensors
 from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.step.attention_pass import simulated_rows
 from megatron.context_parallel.cluster.step.block_memory import gradient_swap_bytes, packed_bytes
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Plan, T
@@ -133,7 +134,8 @@ def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> 
     shape = workload.shape(place.n)
     how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
     for plan in plans:
-        found = simulate(plan, place.cluster, shape, *how)
+        rows = simulated_rows(plan, workload.mask, workload.length)
+        found = simulate(plan, place.cluster, shape, *how, rows=rows)
         passes.append(PassPrediction(found.seconds, found.exposed, memory(plan, workload)))
     return Prediction(tuple(passes))
 
@@ -147,7 +149,8 @@ def _looks(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload
         alike = plan.backward, plan.layout, plan.n
         if alike not in blocks:
             blocks[alike] = _block_time(plan, place, workload)
-        return lower_bound(plan, links, shape, blocks[alike])
+        rows = simulated_rows(plan, workload.mask, workload.length)
+        return lower_bound(plan, links, shape, blocks[alike], rows)
 
     looks = dict[Name, PassBound]()
     for name, plans in tracked(choices.items(), "estimating strategies"):

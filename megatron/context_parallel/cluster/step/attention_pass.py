@@ -64,13 +64,20 @@ def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
     return choice.plan(n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
 
 
-def attention_rows(model: ModelShape, run: TrainConfig, plan: Plan) -> RowSets | None:
-    """The rows that are sent; None: whole chunks. Those of a ring of 1,000 ranks take half a minute to find."""
-    mask = attention_mask(model)
+def attention_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
+    """The rows that are sent of a sequence of `length` tokens; None: whole chunks.
+
+    Those of a ring of 1,000 ranks take half a minute to find.
+    """
     if mask.plain:
         return None
-    chunks = Slices.of(Chunks.of(plan.layout, plan.n, run.seq_length))
+    chunks = Slices.of(Chunks.of(plan.layout, plan.n, length))
     return RowSets(plan, mask, chunks, chunks)
+
+
+def simulated_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
+    """The same for a simulation, which has to simulate every rank then: of many ranks whole chunks."""
+    return attention_rows(plan, mask, length) if plan.size <= MANY_RANKS else None
 
 
 def attention_forecast(
@@ -89,8 +96,7 @@ def attention_forecast(
         nodes = tuple(rank // each - group[0] // each for rank in group)
         unlike[nodes] = group
     how = (mask, run.micro_batch_size, run.dtype)
-    # With rows every rank must be simulated. So messages of many ranks with a window are predicted as whole chunks.
-    rows = attention_rows(model, run, plan) if plan.size <= MANY_RANKS else None
+    rows = simulated_rows(plan, mask, run.seq_length)
     forecasts = []
     for group in unlike.values():
         others = [other for other in groups if other != group]
