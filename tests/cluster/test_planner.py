@@ -19,7 +19,7 @@ from megatron.context_parallel.cluster.search.candidates import Candidate, Workl
 from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
-from megatron.context_parallel.cluster.step.attention_pass import attention_only
+from megatron.context_parallel.cluster.step.attention_pass import attention_only, attention_seconds
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands import plan_search as plan_search_module
 from megatron.context_parallel.commands.plan import main as plan_tool
@@ -33,6 +33,7 @@ from megatron.context_parallel.trainer.arguments.preset_model import preset_mode
 from megatron.context_parallel.trainer.dry_run import describe
 from tests.support.box import BOX, BOX_TEXT
 from tests.support.exact import errors, exact, gradients, problem
+from tests.support.ideal_model import MODEL
 
 WORKLOAD = Workload(4096, 8, 4, 64)
 HOST = replace(BOX, shared_cores=2, nics=replace(BOX.nics, processor_ns_per_byte=2, GB_s=0.1))
@@ -76,8 +77,8 @@ def test_what_cannot_run_is_rejected_with_a_reason():
     found = every(replace(WORKLOAD, heads=6, kv_heads=3), 4)
     refused = [one for one in found if not isinstance(one, Candidate)]
     assert refused and all("--cp-head-parallel-size" in one.reason and "6 heads" in one.reason for one in refused)
-    least = min(memory(plan, WORKLOAD) for plan in choose_plans("ring", 8))
-    some, none = (search(WORKLOAD, GroupDevices(BOX), room=room, most=2) for room in (2 * least, 1))
+    least = max(memory(plan, WORKLOAD) for plan in choose_plans("ring", 8))
+    some, none = (search(WORKLOAD, GroupDevices(BOX), room=room, most=2) for room in (least, 1))
     assert some.ranked and any("of memory" in one.reason for one in some.rejected)
     with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works for this run .*memory"):
         _ = none.best
@@ -276,6 +277,18 @@ def test_a_run_that_does_not_fit_is_refused(tmp_path):
         match=r"--cp-strategy auto: without attention the run already needs an .* has 0.94 GiB for tensors; ",
     ):
         describe(args)
+
+
+def test_what_is_chosen_fits(monkeypatch, capsys):
+    """Of FSDP2, whose activations go layer by layer, with the most of them, and with the kernel of a block."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    flags = TRAINER.replace("tiny-llama", "llama3-8b").replace("size 4", "size 8") + " --use-torch-fsdp2 --bf16"
+    flags += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --cp-cluster dgx-h100"
+    flags += " --seq-length 1310720 --cp-layout zigzag --cp-head-parallel-size"
+    with pytest.raises(UsageError, match=r"attention needs 1[5-9]\.\d GiB of memory, but only 15 GiB are left"):
+        describe(parse_args(f"{flags} 1".split()))
+    describe(parse_args(f"{flags} 8".split()))
+    assert "fits: " in capsys.readouterr().out.replace("not fit", "")
 
 
 def test_plan_tool_takes_auto(capsys):
@@ -515,11 +528,27 @@ def test_plan_search_refuses(more, message):
 
 
 def test_a_mask_counts():
-    """With a window of a chunk a contiguous ring sends one chunk; nothing sends less."""
+    """With a window of a chunk a contiguous ring sends one chunk; nothing sends less. With a smaller one it sends rows.
+
+    Bounds and times count these.
+    """
     workload = replace(WORKLOAD, mask=Mask(True, (512, 0)), kv_heads=8)
     assert search(workload, GroupDevices(SLOW), {"head_parallel_size": 1}).best.startswith(
         ("ring:layout=contiguous", "lightseq")
     )
+    narrow = replace(workload, mask=Mask(True, (128, 0)))
+    model = replace(MODEL, num_attention_heads=8, num_query_groups=8, kv_channels=64, window_size=128)
+    run = TrainConfig(seq_length=4096, context_parallel_size=8)
+    found = search(narrow, GroupDevices(SLOW), {"head_parallel_size": 1, "layout": "contiguous"}, most=8).ranked
+    for spec in ("lightseq", "ring:layout=contiguous"):
+        how = model, replace(run, cp_strategy=spec), SLOW
+        passes = [attention_seconds(*how, backward).seconds for backward in (False, True)]
+        assert found[spec].seconds == pytest.approx(sum(passes), rel=1e-9)
+    ways = {one.choice.spec: one.plans for one in every(narrow, 8) if isinstance(one, Candidate)}
+    some = dict([*ways.items()][::40])
+    _, least = fastest(some, GroupDevices(SLOW), narrow, most=0)
+    times, _ = fastest(some, GroupDevices(SLOW), narrow, most=len(some))
+    assert all(least[spec] <= found.seconds * (1 + 1e-9) for spec, found in times.items())
 
 
 def test_a_more_complicated_choice_must_gain_more_than_predictions_are_off():

@@ -384,6 +384,10 @@ def test_exchanges_of_all_pairs_crowd_nics():
     heads = 4 * 7 / 8 * 2 * 1024 * 8 * 64 / 10e9  # of queries, keys, values and outputs, 7 of 8 leave
     for spec, sent in (("attention2d:grid=1x8,overlap=no", outputs), ("ulysses", heads)):
         assert seconds(spec, crowded) - seconds(spec, slow) == pytest.approx(0.6 * sent, rel=0.02)
+        plan = parse_spec(spec).plan(8)
+        every, few = (simulate(plan, crowded, SHAPE, Mask(False), all_up_to=ranks) for ranks in (8, 1))
+        assert (few.symmetry.ranks, few.symmetry.groups) == (1, 1)
+        assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
 
 
 def test_buffered_sends_do_not_wait_for_the_receiver():

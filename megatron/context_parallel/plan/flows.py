@@ -23,20 +23,22 @@ class Task(NamedTuple):
         size: in units of the resources that it uses; in seconds if it uses none.
         uses: the numbers of its resources, without duplicates.
         ranks: the rank of a block, or the sender and the receiver of a message.
+        pair: the same for all messages of a pair of ranks that crowd a resource.
     """
 
     size: float
     uses: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
+    pair: Hashable = None
 
 
 class _Running:
     """A task that uses resources. `left` is the remaining work at the time `since`."""
 
-    __slots__ = ("end", "left", "order", "ranks", "rate", "row", "since", "uses", "what")
+    __slots__ = ("end", "left", "order", "pair", "ranks", "rate", "row", "since", "uses", "what")
 
     def __init__(self, what: Any, task: Task, uses: tuple[int, ...], now: float, order: int) -> None:
-        self.what, self.ranks, self.uses, self.order = what, task.ranks, uses, order
+        self.what, self.ranks, self.pair, self.uses, self.order = what, task.ranks, task.pair, uses, order
         self.left = task.size
         self.since = now
         self.rate = 0.0
@@ -311,7 +313,7 @@ class Flows:
     def _crowd(self, resource: int) -> float:
         """The factor by which a resource is slower than for one pair of ranks."""
         crowding = self._crowding[resource]
-        return 1 + crowding * (len({running.ranks for running in self._users[resource]}) - 1) if crowding else 1.0
+        return 1 + crowding * (len({running.pair for running in self._users[resource]}) - 1) if crowding else 1.0
 
     def _slowed(self, tasks: list[_Running], rates: list[float]) -> list[float]:
         """The rates of tasks, reduced if a rank computes while it sends or receives."""

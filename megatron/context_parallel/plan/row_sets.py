@@ -72,7 +72,7 @@ class RowSets:
                 if at in met:
                     met.remove(at)
                     passed = [self._sets[peer, tensor, chunk] for peer in uses.peers]
-                    self._sets[key] = joined(np.concatenate([self.in_blocks(at, tensor, chunk), *passed]))
+                    self._sets[key] = _union([self.in_blocks(at, tensor, chunk), *passed])
 
     def in_blocks(self, rank: int, tensor: T, chunk: int) -> RowSet:
         """The rows of a chunk that the blocks of `rank` compute with; all rows of its own chunk."""
@@ -83,7 +83,7 @@ class RowSets:
         key = rank, read, chunk
         if key not in self._in_blocks:
             seen = [self._needed(of_keys, chunk, other) for other in self._of_rank(rank)[read, chunk].others]
-            self._in_blocks[key] = joined(np.concatenate([_NO_ROWS, *seen]))
+            self._in_blocks[key] = _union(seen)
         return self._in_blocks[key]
 
     def carried(self, tensor: T, chunk: int, sender: int, receiver: int) -> int:
@@ -94,6 +94,12 @@ class RowSets:
         """The share of a chunk's rows that a transfer between ranks of the steps carries."""
         tensor, chunk, sender, receiver, _ = transfer
         return self.carried(tensor, chunk, sender, receiver) / size_of(self._all(tensor, chunk))
+
+    def least_share(self, transfer: Transfer) -> float:
+        """The share that the blocks at its end need, or of a partial at its beginning: found without other ranks."""
+        tensor, chunk, sender, receiver, _ = transfer
+        of_blocks = self.in_blocks(sender if tensor in PARTIAL else receiver, tensor, chunk)
+        return size_of(of_blocks) / size_of(self._all(tensor, chunk))
 
     def chunks(self, rank: int) -> tuple[Slices, Slices]:
         """The query and key chunks, with only the rows that the blocks of `rank` compute with."""
@@ -145,3 +151,11 @@ class RowSets:
                         uses[T.KV, kv].others.append(q)
             self._uses[rank] = uses
         return self._uses[rank]
+
+
+def _union(sets: list[RowSet]) -> RowSet:
+    """The rows that are in any of the sets. Most sets of a window are empty, and a union takes long."""
+    some = [rows for rows in sets if len(rows)]
+    if len(some) < 2:
+        return some[0] if some else _NO_ROWS
+    return joined(np.concatenate(some))

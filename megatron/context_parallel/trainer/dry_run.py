@@ -11,7 +11,12 @@ from rich.table import Table
 from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import load_cluster
-from megatron.context_parallel.cluster.step.attention_pass import attention_plan, attention_rows, attention_shape
+from megatron.context_parallel.cluster.step.attention_pass import (
+    attention_mask,
+    attention_plan,
+    attention_rows,
+    attention_shape,
+)
 from megatron.context_parallel.cluster.step.documents_time import documents_forecast
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.volume import received_bytes
@@ -124,7 +129,7 @@ def attention_bytes(args: Arguments, backward: bool, choice: Choice | None = Non
     model, run, n = model_of(args), run_of(args, choice), args.context_parallel_size
     plan, shape = attention_plan(model, run, backward), attention_shape(model, run)
     ranks = range(n) if n <= ALL_RANKS_UP_TO else (0, n // 2, n - 1)
-    rows = attention_rows(model, run, plan)
+    rows = attention_rows(plan, attention_mask(model), run.seq_length)
     return max(received_bytes(plan, rank, shape, rows) for rank in ranks)
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
-from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, SwapHeads, T
+from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, Recv, Send, SwapHeads, T
+from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 
 ALL_UP_TO = 16  # ranks that are all looked at
@@ -28,7 +29,7 @@ class PassBound(NamedTuple):
     likely: float
 
 
-def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> PassBound:
+def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent: RowSets | None = None) -> PassBound:
     """Bounds of a pass, before it is simulated.
 
     Args:
@@ -36,6 +37,7 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Pa
         links: between its ranks.
         shape: the sizes on a rank.
         blocks: the times of its blocks.
+        sent: the rows that are sent; default: whole chunks.
     """
     ranks = _looked_at(links)
     shared = links.cluster.shared_cores
@@ -44,7 +46,7 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime) -> Pa
     wires = defaultdict[tuple, float](float)  # seconds of each link, all steps
     computed = [0.0] * len(ranks)  # seconds of each rank, all steps
     busy, likely = 0.0, 0.0
-    for works in zip_longest(*(_Rank(plan, rank, size_of).steps() for rank in ranks), fillvalue=((), ())):
+    for works in zip_longest(*(_Rank(plan, rank, size_of, sent).steps() for rank in ranks), fillvalue=((), ())):
         step = _Step(links, ranks)
         for i, (attends, messages) in enumerate(works):
             seconds = sum([attend.share * blocks(attend) for attend in attends])
@@ -115,8 +117,8 @@ class _Step:
 class _Rank:
     """What a rank (of all ranks) computes and moves."""
 
-    def __init__(self, plan: Plan, rank: int, size_of: Callable[[T, bool], float]) -> None:
-        self.plan, self.rank, self.bytes = plan, rank, size_of
+    def __init__(self, plan: Plan, rank: int, size_of: Callable[[T, bool], float], sent: RowSets | None) -> None:
+        self.plan, self.rank, self.bytes, self.sent = plan, rank, size_of, sent
         self.place = plan.grid.coordinates(rank)["context"]  # among `members`
         self.members = plan.grid.along(rank, "context")
 
@@ -151,4 +153,5 @@ class _Rank:
                 yield self.rank, ring[(at + 1) % len(ring)], passed
             else:
                 for t in op.transfers(self.place):
-                    yield self.members[t.sender], self.members[t.receiver], size
+                    share = self.sent.least_share(t) if self.sent and isinstance(op, Send | Recv) else 1.0
+                    yield self.members[t.sender], self.members[t.receiver], size * share

@@ -12,10 +12,9 @@ from megatron.context_parallel.cluster.description import Cluster, for_tensors
 from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
-from megatron.context_parallel.cluster.step.block_memory import gradient_swap_bytes, packed_bytes
+from megatron.context_parallel.cluster.step.attention_pass import pass_buffers, simulated_rows
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Plan, T
-from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import chunk_bytes
 from megatron.context_parallel.progress import Progress, tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
@@ -56,7 +55,7 @@ class PassPrediction(NamedTuple):
     Attributes:
         seconds: until the last rank has its results.
         exposed: seconds of them in which the busiest rank does not compute.
-        memory: bytes of chunks and partials that a rank has at once.
+        memory: bytes that a rank has at once beyond its queries, keys and values.
     """
 
     seconds: float
@@ -133,7 +132,8 @@ def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> 
     shape = workload.shape(place.n)
     how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
     for plan in plans:
-        found = simulate(plan, place.cluster, shape, *how)
+        rows = simulated_rows(plan, workload.mask, workload.length)
+        found = simulate(plan, place.cluster, shape, *how, rows=rows)
         passes.append(PassPrediction(found.seconds, found.exposed, memory(plan, workload)))
     return Prediction(tuple(passes))
 
@@ -147,7 +147,8 @@ def _looks(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload
         alike = plan.backward, plan.layout, plan.n
         if alike not in blocks:
             blocks[alike] = _block_time(plan, place, workload)
-        return lower_bound(plan, links, shape, blocks[alike])
+        rows = simulated_rows(plan, workload.mask, workload.length)
+        return lower_bound(plan, links, shape, blocks[alike], rows)
 
     looks = dict[Name, PassBound]()
     for name, plans in tracked(choices.items(), "estimating strategies"):
@@ -197,7 +198,7 @@ def search(
         workload: what is computed.
         place: the devices of the group.
         fixed: options of all strategies that are given.
-        room: bytes of a device for chunks and partials of attention; default: all that tensors may take.
+        room: bytes of a device for what attention takes beyond its inputs; default: all that tensors may take.
         most: choices that are simulated.
     """
     choices, rejected = dict[str, Candidate](), list[Rejected]()
@@ -297,13 +298,8 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
 
 
 def memory(plan: Plan, workload: Workload) -> int:
-    """Bytes of chunks, partials and swapped heads of one attention at once, of the first or the last rank."""
-    shape = workload.shape(plan.size)
-    most = max(peak_bytes(plan, rank, shape) for rank in {0, plan.n - 1}) + packed_bytes(plan, shape)
-    if plan.backward and plan.keeps_swapped:
-        own = chunk_bytes(plan, T.Q, shape, swap=False) + chunk_bytes(plan, T.KV, shape, swap=False)
-        most = max(most, own + gradient_swap_bytes(plan, shape))
-    return round(most)
+    """Bytes that a pass takes beyond its queries, keys and values, on the first or the last rank of the steps."""
+    return round(pass_buffers(plan, workload.shape(plan.size), {0, plan.n - 1}))
 
 
 def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:

@@ -1,6 +1,6 @@
 """The time of a plan on a cluster: the symbolic machine with the cluster's links and devices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from weakref import WeakKeyDictionary
@@ -212,12 +212,12 @@ class _Costs:
         wake = self._wake() if self.wakes else 0.0
         tasks = []
         for t in transfers:
-            path, uses, ends = self.route(None if swap else group, t.sender, t.receiver)
+            path, uses, ends, pair = self.route(None if swap else group, t.sender, t.receiver)
             size = self.bytes[t.tensor, swap] * t.share * hops
             if self.rows and not swap:
                 size *= self.rows.share(t)
             delay = path.seconds + wake
-            tasks.append((Task(size, uses, ends), delay * hops))
+            tasks.append((Task(size, uses, ends, pair), delay * hops))
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
                 for end, (link, rate) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
                     pace = self.flows.resource(("work", end, link), rate * path.processor)
@@ -231,19 +231,18 @@ class _Costs:
         computing = self.flows.computing(self._cores) / (cores * self.symmetry.share / self.links.together)
         return self.cluster.busy_latency_us * 1e-6 * computing if computing >= 1 else 0.0
 
-    def _route(self, group: int | None, sender: int, receiver: int) -> tuple[Path, tuple[int, ...], tuple[int, int]]:
-        """The path, its resources and the devices of a message between two ranks: of a group, or of all."""
-        places = sender, receiver
+    def _route(
+        self, group: int | None, sender: int, receiver: int
+    ) -> tuple[Path, tuple[int, ...], tuple[int, int], Hashable]:
+        """The path, its resources and devices, and the pair of a message between two ranks: of a group, or of all."""
         if group is not None:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
-        path = self.links.path(sender, receiver)
+        path, pair = self.links.path(sender, receiver), self.symmetry.pair(sender, receiver)
         alone = group is None and self.plan.turns == 1  # swaps of rounds share the links with the messages of the steps
         uses = [self.flows.resource((link, alone), rate, path.crowding) for link, rate in path.links]
         if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
-            shift = self.symmetry.shift
-            by = shift.back(places[0])
-            uses.append(self.flows.resource(("stream", group, *(shift.moved(r, by) for r in places)), path.stream))
-        return path, tuple(uses), (self.links.like[sender], self.links.like[receiver])
+            uses.append(self.flows.resource(("stream", pair), path.stream))
+        return path, tuple(uses), (self.links.like[sender], self.links.like[receiver]), pair
 
 
 def _messages(op: Comm | SwapHeads) -> int:

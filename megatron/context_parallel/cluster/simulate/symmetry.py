@@ -45,6 +45,13 @@ class Symmetry:
         at = self.grid.coordinates(device)
         return self.grid.rank(heads=at["heads"] % self.groups, context=self.shift.like(at["context"]))
 
+    def pair(self, sender: int, receiver: int) -> tuple[int, int]:
+        """The pair of devices that stands for a pair: the sender's, and the receiver moved along with it."""
+        first, last = self.grid.coordinates(sender), self.grid.coordinates(receiver)
+        heads = (last["heads"] - first["heads"] + first["heads"] % self.groups) % (self.grid.size // self.shift.n)
+        context = self.shift.moved(last["context"], self.shift.back(first["context"]))
+        return self.like(sender), self.grid.rank(heads=heads, context=context)
+
 
 def symmetry_of(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], links: int) -> Symmetry:
     """The fewest ranks that stand for all.

@@ -1,5 +1,6 @@
 """The attention of a run: its plan, the memory of its buffers, and its time on a cluster."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
+from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
@@ -64,13 +66,20 @@ def _plan(model: ModelShape, run: TrainConfig, backward: bool) -> Plan:
     return choice.plan(n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads)
 
 
-def attention_rows(model: ModelShape, run: TrainConfig, plan: Plan) -> RowSets | None:
-    """The rows that are sent; None: whole chunks. Those of a ring of 1,000 ranks take half a minute to find."""
-    mask = attention_mask(model)
+def attention_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
+    """The rows that are sent of a sequence of `length` tokens; None: whole chunks.
+
+    Those of a ring of 1,000 ranks take half a minute to find.
+    """
     if mask.plain:
         return None
-    chunks = Slices.of(Chunks.of(plan.layout, plan.n, run.seq_length))
+    chunks = Slices.of(Chunks.of(plan.layout, plan.n, length))
     return RowSets(plan, mask, chunks, chunks)
+
+
+def simulated_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
+    """The same for a simulation, which has to simulate every rank then: of many ranks whole chunks."""
+    return attention_rows(plan, mask, length) if plan.size <= MANY_RANKS else None
 
 
 def attention_forecast(
@@ -89,8 +98,7 @@ def attention_forecast(
         nodes = tuple(rank // each - group[0] // each for rank in group)
         unlike[nodes] = group
     how = (mask, run.micro_batch_size, run.dtype)
-    # With rows every rank must be simulated. So messages of many ranks with a window are predicted as whole chunks.
-    rows = attention_rows(model, run, plan) if plan.size <= MANY_RANKS else None
+    rows = simulated_rows(plan, mask, run.seq_length)
     forecasts = []
     for group in unlike.values():
         others = [other for other in groups if other != group]
@@ -151,21 +159,30 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
         plan = attention_plan(model, run, backward)
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
         cut = small_blocks(plan, attention_mask(model), run.seq_length) if run.implementation == "cpu" else None
-        kernels = BlockMemory(plan, shape, cut)
-        whole = replace(plan, rounds=1)
-        own = chunk_bytes(whole, T.Q, shape, False) + chunk_bytes(whole, T.KV, shape, False)
-        if backward and plan.token_rounds > 1:
-            most = max(most, token_rounds_bytes(plan, shape, kernels))
-            continue
-        if backward and plan.keeps_swapped:  # also the output gradient as it came
-            own -= shape.itemsize * shape.rows * shape.heads * shape.head_dim
-        packed, added = packed_bytes(plan, shape), partial_gradients_bytes(plan, shape) if backward else 0
-        for rank in ranks:
-            work = kernels.of_steps(rank) if backward else ()
-            most = max(most, peak_bytes(plan, rank, shape, work) + packed + added - own)
-        if backward and plan.keeps_swapped:
-            most = max(most, gradient_swap_bytes(plan, shape))
+        most = max(most, pass_buffers(plan, shape, ranks, cut))
     return round(most)
+
+
+def pass_buffers(plan: Plan, shape: Shape, ranks: Iterable[int], cut: Blocks | None = None) -> float:
+    """Bytes that a pass holds at most on any of these ranks of the steps, beyond its queries, keys and values.
+
+    `cut`: as in `BlockMemory`.
+    """
+    kernels = BlockMemory(plan, shape, cut)
+    if plan.backward and plan.token_rounds > 1:
+        return token_rounds_bytes(plan, shape, kernels)
+    whole = replace(plan, rounds=1)
+    own = chunk_bytes(whole, T.Q, shape, False) + chunk_bytes(whole, T.KV, shape, False)
+    if plan.backward and plan.keeps_swapped:  # also the output gradient as it came
+        own -= shape.itemsize * shape.rows * shape.heads * shape.head_dim
+    packed, added = packed_bytes(plan, shape), partial_gradients_bytes(plan, shape) if plan.backward else 0
+    most = 0.0
+    for rank in ranks:
+        work = kernels.of_steps(rank) if plan.backward else ()
+        most = max(most, peak_bytes(plan, rank, shape, work) + packed + added - own)
+    if plan.backward and plan.keeps_swapped:
+        most = max(most, gradient_swap_bytes(plan, shape))
+    return most
 
 
 def attention_only(model: ModelShape, run: TrainConfig) -> tuple[ModelShape, TrainConfig]:

@@ -35,6 +35,7 @@ HEAD, MLP, ATTENTION, END = "head", "MLP backward", "attention backward", "end o
 GATHER = "gather of weights"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 GRADIENTS = "whole gradients"
+BUILDING = "building of the model"
 
 
 class Moment(NamedTuple):
@@ -75,10 +76,9 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     states = list(_states(model, run, count, updated))
     inputs = states + list(_inputs(model, run, stage))
     layers = _LayerCounts(model, run)
-    found = []
+    found, in_flight = [], _in_flight(run, stage)
     if stage == stages - 1:
-        found.append(Moment(HEAD, [*inputs, *layers.kept(1), _head(model, run)]))
-    in_flight = _in_flight(run, stage)
+        found.append(Moment(HEAD, [*inputs, *layers.kept(in_flight), _head(model, run)]))
     found.append(Moment(MLP, [*inputs, *layers.at_work(in_flight, 0), _mlp_backward(model, run)]))
     attention = MemoryItem(
         BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass"
@@ -100,6 +100,7 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
     Between the second layer of the backward pass and the last but one, memory grows or falls evenly.
     """
     count = _parameters_of_fsdp2(model, run)
+    yield _building_of_fsdp2(model, run, count)
     resting, inputs = list(_shards_of_fsdp2(model, run, count)), list(_inputs(model, run, 0))
     forward = _whole_of_fsdp2(model, run, 1, 0)[:1]
     yield Moment(HEAD, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _head(model, run)])
@@ -116,6 +117,20 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
     whole = MemoryItem(GRADIENTS, root * copies, f"{root:,} numbers of the output layer")
     yield Moment(REDUCTION, [*resting, gathered, sharded, whole])
     yield Moment(OPTIMIZER, [*resting, sharded, _update(model, run, count)])
+
+
+def _building_of_fsdp2(model: ModelShape, run: TrainConfig, count: int) -> Moment:
+    """The whole model, while one of its first parts is converted to float32 and sharded."""
+    layer, shards = model.layer_parameters(run.tensor_model_parallel_size), run.shards("params")
+    embedding = count - model.num_layers * layer - _root_of_fsdp2(model, run)  # 0 if it is tied
+    part = max(layer, embedding)
+    whole = f"{count - part:,} parameters x {run.itemsize} bytes that are not sharded yet"
+    one = f"{part:,} parameters of a layer or the embedding x 4 bytes (float32), and again / {shards} ranks"
+    items = [
+        MemoryItem("weights", (count - part) * run.itemsize, whole),
+        MemoryItem("a part in float32", 4 * part + 4 * part // shards, one),
+    ]
+    return Moment(BUILDING, items)
 
 
 def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[Moment]:
@@ -226,7 +241,9 @@ def _states(model: ModelShape, run: TrainConfig, count: int, updated: int) -> It
         yield MemoryItem(GATHERED, size * dtype, formula)
         if run.implementation == "cpu":
             yield MemoryItem("gloo's copy", layer * dtype, f"1 layer of {layer:,} parameters x {dtype} bytes")
-    yield MemoryItem("gradients", count * 4 // over["grads"], f"4 bytes (float32){by['grads']}")
+    size = run.grad_itemsize
+    kind = "float32" if size == 4 else "16 bits"
+    yield MemoryItem("gradients", count * size // over["grads"], f"{size} bytes ({kind}){by['grads']}")
     if over["grads"] > 1:
         yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if dtype == 2 else (8, "two moments")
@@ -277,9 +294,10 @@ def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryI
     if run.sequence_parallel:
         size = run.tokens * model.hidden_size * run.itemsize
         yield MemoryItem("gathered hidden states", size, "tokens x hidden size, for the tensor-parallel products")
-    if run.implementation == "cpu" and stage < run.pipeline_model_parallel_size - 1:
-        size = round(_in_flight(run, stage) * _hidden(model, run))
-        yield MemoryItem("pipeline outputs", size, "hidden states of each micro batch in flight")
+    if run.implementation == "cpu" and run.pipeline_model_parallel_size > 1:
+        last = stage == run.pipeline_model_parallel_size - 1  # its last part makes a loss
+        size = round(_in_flight(run, stage) * run.turns - last) * _hidden(model, run)
+        yield MemoryItem("pipeline outputs", size, "hidden states of each part in flight of a stage")
 
 
 # ------------------------------------------------------------------------------------------------------- layers

@@ -97,9 +97,12 @@ def planned(args: Arguments, cluster: Cluster, batches: Sequence[Documents] = ()
 def _room(args: Arguments, cluster: Cluster) -> float:
     """Bytes of a device's memory that the rest of the run leaves for attention."""
     model, run = model_of(args), run_of(args)
-    found = {moment.name: moment for moment in moments(model, run, fullest_stage(model, run))}
-    rest = sum(item.bytes for item in found.pop(ATTENTION).items if item.what != BUFFERS)
-    needed = max(rest, *(moment.bytes for moment in found.values()))
+    needed = rest = 0
+    for moment in moments(model, run, fullest_stage(model, run)):
+        without = sum(item.bytes for item in moment.items if item.what != BUFFERS)
+        if moment.name == ATTENTION:  # of FSDP2 there are several
+            rest = max(rest, without)
+        needed = max(needed, without if moment.name == ATTENTION else moment.bytes)
     room = for_tensors(cluster.device.memory_GiB)
     if needed >= room:
         raise UsageError(
