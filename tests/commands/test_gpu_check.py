@@ -306,6 +306,35 @@ def test_wrong_gradients_fail(kernels):
     assert verdicts == {("aten", "PASS"), ("triton", "FAIL")}
 
 
+class Fails(OneLaunch):
+    def forward(self, *given):
+        raise RuntimeError("no valid engine\nand more")
+
+
+def test_a_backend_that_fails_leaves_the_speed_of_the_others(kernels):
+    kernels(Fails())
+    report = common.CheckReport()
+    bars = run_stage("speed", report, ["aten", "triton"], TINY, Host(CPU, 1, HostClock(), NoMeter()))
+    found = {(row["backend"], row["wrong"], bool(row["forward"])) for row in report.numbers["TFLOP/s, bfloat16"]}
+    assert found == {("aten", "", True), ("triton", "RuntimeError: no valid engine", False)}
+    assert [(bar["reached"], bar["verdict"]) for bar in bars] == [(None, "FAIL")] * 2
+    bars = run_stage("memory", report, [], TINY, Host(CPU, 1, HostClock(), None))  # without a meter
+    assert len(report.numbers["memory"]) == 3 and [bar["verdict"] for bar in bars] == ["FAIL"]
+
+
+def test_rows_of_a_table_may_lack_columns(capsys):
+    report = common.CheckReport()
+    report.add("t", case="a", left_out="needs a GPU")
+    with common.row_of(report, "t", case="b") as row:
+        row["ms"] = 31629.1
+    with common.row_of(report, "t", case="c"):
+        raise RuntimeError("lost\nand more")
+    common.print_table("t", report.numbers["t"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["case", "left_out", "ms", "verdict", "wrong"] in lines
+    assert ["b", "31629"] in lines and ["c", "FAIL", "RuntimeError:", "lost"] in lines
+
+
 def test_infinities_in_other_places_are_errors():
     a, b = torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf], dtype=torch.float64)
     assert errors.compare((a,), (b,)) == [0.0]
@@ -423,7 +452,7 @@ def test_a_slot_is_filled_with_the_most_useful_stages(tmp_path, capsys):
     assert gpu_check.main(["--plan", "--output", str(path), "--seconds", str(SECONDS["blocks"] + 40)]) == 0
     planned = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in planned[:-1]] == ["blocks", "nccl"]
-    assert "not now: strategies, speed" in planned[-1]
+    assert "not now: strategies, training" in planned[-1]
     assert gpu_check.main(["--plan", "--output", str(path), "--stage", "te", "compile"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["te", "compile", "together"]
     path.write_text("{}\nno JSON")
