@@ -24,7 +24,7 @@ FLAGS = (
     "--untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer --recompute-granularity full "
     "--recompute-method uniform --recompute-num-layers 1 --recompute-whitelist core_attention qkv proj "
     "--mock-data --tokenizer-type NullTokenizer --split 100,0,0 --eval-iters 0 --num-workers 0 "
-    "--micro-batch-size 1 --global-batch-size 1 --lr 1e-4"
+    "--micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --transformer-impl local"
 )
 LIMIT = 240  # seconds of a run
 

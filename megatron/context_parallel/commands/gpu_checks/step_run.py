@@ -28,6 +28,7 @@ from megatron.context_parallel.trainer.setup import distributed_job
 from megatron.context_parallel.trainer.training import build_state, samples_needed, train_step
 
 GIB = 2**30
+MOST = 1.01  # of the predicted memory: the dry run counts neither workspaces of cuBLAS nor roundings of the allocator
 
 
 def main() -> None:
@@ -58,7 +59,7 @@ def measured(args: Arguments) -> Iterator[dict]:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         expected = bytes_needed(model_of(args), run_of(args))
-        verdict = "PASS" if peak <= expected else "FAIL"
+        verdict = "PASS" if peak <= MOST * expected else "FAIL"
         yield compared("GiB at the peak", "dry run", peak / GIB, expected / GIB) | {"verdict": verdict}
     sheet = load_cluster("dgx-h200" if on_gpu and "H200" in torch.cuda.get_device_name() else "dgx-h100")
     yield from of_time(args, seconds, sheet, sheet.name, sheet.device.peak_TFLOP_s)
