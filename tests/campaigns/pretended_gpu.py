@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.commands import gpu_check
-from megatron.context_parallel.commands.gpu_checks import common, compile, decode, errors, speed, stages, training
+from megatron.context_parallel.commands.gpu_checks import common, compile, decode, errors, speed, stages, step, training
 from megatron.context_parallel.commands.gpu_checks.bars import STAGES
 from megatron.context_parallel.kernels.position.tiles import TILES, Tiles
 from megatron.context_parallel.runtime.comm import transport
@@ -41,7 +41,10 @@ SMALL = common.CheckSizes(
     memory_rows=(32,),
     training_rows=64,
     iterations=(2, 4),
+    step=(64, 3),
+    longest=(128, 2),
 )
+TINY_LLAMA = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 500"
 
 
 class Inline:
@@ -91,6 +94,7 @@ def host(monkeypatch):
     monkeypatch.setattr(errors, "BOUNDS", {torch.bfloat16: errors.BOUNDS[torch.bfloat16]})
     monkeypatch.setattr(speed, "REPEATS", 2)
     monkeypatch.setattr(training, "RUNS", [run for run in training.RUNS if run.backend == "auto"])  # really on the CPU
+    monkeypatch.setattr(step, "MODEL", TINY_LLAMA)  # it too
     monkeypatch.setattr(compile, "sets", lambda sizes: real_sets(sizes)[:2])
     with pretended_gpu() as gpu, as_nccl():
         yield gpu
@@ -114,7 +118,7 @@ def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
     others = {"causal, softcap", "causal, deterministic", "window, deterministic", "causal, values of 128"}
     assert few | others < {row["mask"] for row in rows if row["backend"] == "triton"}
     assert [row["call"] for row in lines if row.get("table") == "calls of one rank" and row["bound"]] == [
-        "all_gather", "trade", "reduce_scatter", "messages_to_itself"
+        "all_gather", "trade", "reduce_scatter", "messages_to_itself", "connect"
     ]  # fmt: skip
     decoded = [row for row in lines if row.get("table") == "decode"]
     assert [row["format"] for row in decoded] == ["auto", "auto", "int8", "fp8"]
@@ -126,6 +130,10 @@ def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
     assert [(row["dtype"], row["iterations"], row["verdict"]) for row in trained] == [
         ("float32", 2, "PASS"), ("bfloat16", 2, "PASS")
     ]  # fmt: skip
+    for table, tokens in (("step", 64), ("longest", 128)):
+        rows = [row for row in lines if row.get("table") == table]
+        assert [row["predicted from"] for row in rows] == ["dgx-h100"] * 3 + ["rates measured now"] * 3
+        assert {row["tokens"] for row in rows} == {tokens} and all(row["ratio"] > 0 for row in rows)
     assert host.launches.keys() == KERNELS.keys() and host.operators.keys() == LIBRARIES.keys()
 
 
@@ -146,6 +154,19 @@ def test_an_error_ends_a_row_or_a_stage_and_no_more(host, tmp_path, monkeypatch,
     assert {row["verdict"] for row in rows if row["backend"] == "triton"} == {"PASS"}
     assert gpu_check.finished_stages(path) == ["blocks", "te"]  # the other one runs again
     assert "memory runs to its end" in capsys.readouterr().out
+
+
+def test_a_process_whose_gpu_is_lost_ends_and_the_next_one_goes_on(host, tmp_path, monkeypatch, capsys):
+    def lost(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(stages, "measure_memory", lost)
+    path = tmp_path / "check.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lost)
+        assert gpu_check.main(["--output", str(path), "--stage", "memory", "te"]) == 1
+    assert gpu_check.finished_stages(path) == ["memory"]
+    assert "not run: te" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,20 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES, UsageError
+from megatron.context_parallel.cluster.description import load_cluster
+from megatron.context_parallel.cluster.step.fit import bytes_needed
 from megatron.context_parallel.commands import gpu_check
-from megatron.context_parallel.commands.gpu_checks import common, compile, decode_model, errors, speed, te, training
+from megatron.context_parallel.commands.gpu_checks import (
+    common,
+    compile,
+    decode_model,
+    errors,
+    speed,
+    step,
+    step_run,
+    te,
+    training,
+)
 from megatron.context_parallel.commands.gpu_checks.bars import SECONDS, STAGES, judge
 from megatron.context_parallel.commands.gpu_checks.stages import Host, run_stage
 from megatron.context_parallel.integration.transformer_engine import DotProductAttention
@@ -24,6 +36,7 @@ from megatron.context_parallel.kernels.names import BACKENDS
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
 from megatron.context_parallel.plan.liveness import peak
+from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from tests.support import transformer_engine_standin
 
 CPU = torch.device("cpu")
@@ -36,6 +49,9 @@ TINY = common.CheckSizes(
     far_rows=40,
     lengths=(64,),
     speed_head_dims=(8,),
+    decode_layers=1,
+    decode_sequences=(1, 3),
+    decode_prompt=5,
     repeats=1,
     overhead_rows_per_rank=8,
     overhead_heads=(4, 2),
@@ -137,12 +153,12 @@ def test_decode_steps_of_a_model_fail_with_a_warning_or_other_logits(monkeypatch
     real = decode_model._steps
 
     def steps(*given):
-        found, seconds = real(*given)
+        found = real(*given)
         if len(report.numbers[decode_model.TABLE]) == 0:
             logging.getLogger("megatron.context_parallel.inference.step_graph").warning("without a CUDA graph")
         else:
             found[0][0] *= 3
-        return found, seconds
+        return found
 
     monkeypatch.setattr(decode_model, "_steps", steps)
     monkeypatch.setattr(decode_model, "CASES", decode_model.CASES[:2])
@@ -168,9 +184,19 @@ def kernels(monkeypatch):
     return use
 
 
-def test_everything_runs_and_agrees_with_float64(kernels, trainer, capsys):
+STEP = """
+import json, sys
+path, tokens, *flags = sys.argv[1:]
+with open(path, "w") as file:
+    print(json.dumps({"tokens": int(tokens), "ratio": 0.9, "verdict": "PASS"}), file=file)
+sys.exit("RuntimeError: no FP8" if int(tokens) > 2**15 else 0)
+"""
+
+
+def test_everything_runs_and_agrees_with_float64(kernels, trainer, monkeypatch, capsys):
     kernels(OneLaunch())
     trainer()
+    monkeypatch.setattr(step, "PROGRAM", STEP)
     report, bars, host = common.CheckReport(), [], Host(CPU, 1, HostClock(), NoMeter())
     for stage in STAGES:
         bars += run_stage(stage, report, list(BACKENDS[1:]), TINY, host)
@@ -191,8 +217,19 @@ def test_everything_runs_and_agrees_with_float64(kernels, trainer, capsys):
         ("bfloat16", "auto", "PASS"), ("float32", "auto", "PASS"), ("bfloat16", "int8", "PASS")
     ]  # fmt: skip
     assert decoded[1]["error"] < 1e-5 and decoded[2]["error"] > 1e-3
+    timed = report.numbers["time of decode steps"]
+    assert [(row["sequences"], row["verdict"], row["eager, ms"] > 0) for row in timed] == [
+        (1, "PASS", True),
+        (3, "PASS", True),
+    ]
+    good, wrong = verdicts[next(bar for bar in verdicts if bar.startswith("training steps"))], report.numbers["longest"]
+    assert good == (0, "PASS") and report.numbers["step"] == [{"tokens": 2**15, "ratio": 0.9, "verdict": "PASS"}]
+    assert wrong == [
+        {"tokens": 2**18, "ratio": 0.9, "verdict": "PASS"},  # what was measured before the error
+        {"what": "the run", "wrong": "RuntimeError: no FP8", "verdict": "FAIL"},
+    ]
     calls = [(row["call"], row["bound"], row["verdict"]) for row in report.numbers["calls of one rank"]]
-    assert calls == [(call, False, "PASS") for call in ("all_gather", "trade")]
+    assert calls == [(call, False, "PASS") for call in ("all_gather", "trade", "connect")]
     assert report.numbers["nccl"] == [
         {"left_out": "communication between GPUs: needs two or more GPUs, and this host has one"}
     ]
@@ -269,6 +306,35 @@ def test_wrong_gradients_fail(kernels):
     assert verdicts == {("aten", "PASS"), ("triton", "FAIL")}
 
 
+class Fails(OneLaunch):
+    def forward(self, *given):
+        raise RuntimeError("no valid engine\nand more")
+
+
+def test_a_backend_that_fails_leaves_the_speed_of_the_others(kernels):
+    kernels(Fails())
+    report = common.CheckReport()
+    bars = run_stage("speed", report, ["aten", "triton"], TINY, Host(CPU, 1, HostClock(), NoMeter()))
+    found = {(row["backend"], row["wrong"], bool(row["forward"])) for row in report.numbers["TFLOP/s, bfloat16"]}
+    assert found == {("aten", "", True), ("triton", "RuntimeError: no valid engine", False)}
+    assert [(bar["reached"], bar["verdict"]) for bar in bars] == [(None, "FAIL")] * 2
+    bars = run_stage("memory", report, [], TINY, Host(CPU, 1, HostClock(), None))  # without a meter
+    assert len(report.numbers["memory"]) == 3 and [bar["verdict"] for bar in bars] == ["FAIL"]
+
+
+def test_rows_of_a_table_may_lack_columns(capsys):
+    report = common.CheckReport()
+    report.add("t", case="a", left_out="needs a GPU")
+    with common.row_of(report, "t", case="b") as row:
+        row["ms"] = 31629.1
+    with common.row_of(report, "t", case="c"):
+        raise RuntimeError("lost\nand more")
+    common.print_table("t", report.numbers["t"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["case", "left_out", "ms", "verdict", "wrong"] in lines
+    assert ["b", "31629"] in lines and ["c", "FAIL", "RuntimeError:", "lost"] in lines
+
+
 def test_infinities_in_other_places_are_errors():
     a, b = torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf], dtype=torch.float64)
     assert errors.compare((a,), (b,)) == [0.0]
@@ -325,6 +391,46 @@ def test_verdicts(stage, reached, verdicts):
     assert [bar["verdict"] for bar in judge(stage, *reached)] == verdicts.split()
 
 
+@pytest.fixture
+def h200(monkeypatch):
+    """`h200(GiB)`: a GPU of so much memory, for predictions."""
+
+    def use(memory=139.8):
+        properties = types.SimpleNamespace(total_memory=memory * 2**30)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    return use
+
+
+def run_of_step(tokens):
+    flags = [*step.MODEL.split(), *step.FLAGS.split(), "--train-iters", "2"]
+    return step_run.longest_that_fits(flags, tokens)
+
+
+@pytest.mark.parametrize("memory,most,tokens", [(79.1, 2**15, 2**15), (79.1, 2**18, 2**17), (139.8, 2**18, 2**18)])
+def test_a_long_training_step_fits_by_the_dry_run(memory, most, tokens, h200):
+    h200(memory)
+    assert run_of_step(most).seq_length == tokens
+
+
+@pytest.mark.parametrize("share,verdict", [(1.009, "PASS"), (1.011, "FAIL")])
+def test_a_training_step_is_measured_beside_its_prediction(share, verdict, h200, monkeypatch):
+    h200()
+    args = run_of_step(2**15)
+    needed = bytes_needed(model_of(args), run_of(args))
+    monkeypatch.setattr(step_run, "train", lambda args: (2.0, share * needed))
+    monkeypatch.setattr(step_run, "probe", lambda **how: load_cluster("dgx-a100"))
+    memory, *times = step_run.measured(args)
+    assert memory["verdict"] == verdict and memory["ratio"] == pytest.approx(share)
+    assert [row["measured"] for row in times] == pytest.approx([2000, 2**14, 0.2329] * 2, rel=1e-3)
+    assert [row["predicted from"] for row in times[::3]] == ["dgx-h200", "rates measured now"]
+    assert times[0]["ratio"] == pytest.approx(2000 / times[0]["predicted"]) == pytest.approx(1 / times[1]["ratio"])
+    assert times[3]["predicted"] > 2 * times[0]["predicted"]  # an A100 has less than half of the rates
+
+
 def test_waits_are_counted():
     with common.synchronisations(CPU) as counted:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
@@ -346,8 +452,9 @@ def test_a_slot_is_filled_with_the_most_useful_stages(tmp_path, capsys):
     assert gpu_check.main(["--plan", "--output", str(path), "--seconds", str(SECONDS["blocks"] + 40)]) == 0
     planned = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in planned[:-1]] == ["blocks", "nccl"]
-    assert "not now: strategies, speed" in planned[-1]
-    assert gpu_check.chosen_stages(["te", "compile"], ["compile"], None) == (["te", "compile"], [])
+    assert "not now: strategies, training" in planned[-1]
+    assert gpu_check.main(["--plan", "--output", str(path), "--stage", "te", "compile"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["te", "compile", "together"]
     path.write_text("{}\nno JSON")
     with pytest.raises(UsageError, match="line 2 is not of an earlier check"):
         gpu_check.finished_stages(path)

@@ -20,7 +20,7 @@ from tests.support.session_case import VOCABULARY, session, start
 def _sessions(positions: str = "rope", changes: dict | None = None, **options) -> list[Session]:
     """One without graphs and one with them."""
     pair = [session(positions, changes=changes, **options) for _ in range(2)]
-    pair[1]._graphs = GraphPool(pair[1].device)
+    pair[1].graphs = GraphPool(pair[1].device)
     return pair
 
 

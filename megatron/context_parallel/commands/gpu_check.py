@@ -5,6 +5,7 @@ exit status is 1 if an error exceeds its bound or a target is missed. FLOPs coun
 causal half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 """
 
+import gc
 import json
 import time
 import traceback
@@ -33,18 +34,16 @@ PARSER = FlagParser(
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = PARSER.parse(argv)
+    args, begun = PARSER.parse(argv), time.monotonic()
     finished = finished_stages(args.output)
-    stages, left_out = chosen_stages(args.stage, finished, args.seconds)
+    stages = args.stage or [stage for stage in STAGES if stage not in finished]
     if args.plan:
-        for stage in stages:
-            print(f"{stage:12} about {SECONDS[stage]} s")
-        print(f"together about {sum(SECONDS[stage] for stage in stages)} s; not now: {', '.join(left_out) or 'none'}")
+        print_plan(stages, args.seconds)
         return 0
     # These take seconds to import. `--help` and mistakes in flags are reported before.
     import torch
 
-    from .gpu_checks.common import CheckReport, CheckSizes, print_table, said
+    from .gpu_checks.common import CheckReport, CheckSizes, print_table, said, still_works
     from .gpu_checks.memory import GpuMeter
     from .gpu_checks.speed import GpuClock
     from .gpu_checks.stages import Host, run_stage, setup
@@ -53,14 +52,15 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError("needs a CUDA GPU, and this host has none; run it on a host with one")
     device = torch.device("cuda", torch.cuda.current_device())
     host = Host(device, torch.cuda.device_count(), GpuClock(), GpuMeter())
-    report, bars = CheckReport(args.output), list[dict]()
+    report, bars, left_out = CheckReport(args.output), list[dict](), list[str]()
     report.write(setup=setup(device))
-    begun = time.monotonic()
     for stage in stages:
         if args.seconds and time.monotonic() - begun + SECONDS[stage] > args.seconds:
             left_out.append(stage)
             continue
         shown, start = set(report.numbers), time.monotonic()
+        gc.collect()
+        torch.cuda.empty_cache()  # processes of this stage may need what those before have freed
         try:
             reached = run_stage(stage, report, list(BACKENDS[1:]), CheckSizes(), host)
         except Exception as error:  # the other stages run all the same; without its line in the file, it runs again
@@ -74,6 +74,11 @@ def main(argv: list[str] | None = None) -> int:
             if rows and title not in shown:
                 print_table(title, rows)
         print(f"\n{stage}: {time.monotonic() - start:.0f} s; wrote {args.output}", flush=True)
+        if not still_works(device):
+            report.write(stage=stage, bars=reached)  # the next process goes on behind it
+            print(f"After an error in {stage} the GPU does no work for this process. The same command does the rest.")
+            left_out += stages[stages.index(stage) + 1 :]
+            break
     if bars:
         print_table("bars", bars)
     if left_out:
@@ -98,13 +103,14 @@ def finished_stages(path: Path) -> list[str]:
     return [stage for stage in finished if stage]
 
 
-def chosen_stages(given: list[str] | None, finished: list[str], limit: int | None) -> tuple[list[str], list[str]]:
-    """The stages that are to run, and those that are left out because the estimates exceed the limit."""
-    stages: list[str] = []
+def print_plan(stages: list[str], limit: int | None) -> None:
+    """Prints the stages that are to run, and those that are left out because the estimates exceed the limit."""
     left_out: list[str] = []
     estimated = 0
-    for stage in given or [stage for stage in STAGES if stage not in finished]:
-        fits = limit is None or estimated + SECONDS[stage] <= limit
-        (stages if fits else left_out).append(stage)
-        estimated += SECONDS[stage] * fits
-    return stages, left_out
+    for stage in stages:
+        if limit is not None and estimated + SECONDS[stage] > limit:
+            left_out.append(stage)
+            continue
+        estimated += SECONDS[stage]
+        print(f"{stage:12} about {SECONDS[stage]} s")
+    print(f"together about {estimated} s; not now: {', '.join(left_out) or 'none'}")

@@ -56,6 +56,7 @@ class Session:
         window: the most tokens before itself that a token sees; None if a layer sees all.
         scored: of the last pass: for each scored sequence with new rows on this rank, their positions, and their logits
             float32 [rows, vocabulary].
+        graphs: of decode steps; None: each step launches its kernels. It may be set to None before the first step.
 
     Raises:
         UsageError: the model is not supported, or a choice is invalid.
@@ -117,7 +118,7 @@ class Session:
         self._packed = packed_weights(model, self._layers) if frozen else {}
         self._attentions: dict[int, DecodeAttention] = {}  # by rows of a rank
         self._steps: dict[int, DecodeStep] = {}
-        self._graphs = GraphPool(self.device, frozen) if self.device.type == "cuda" else None
+        self.graphs = GraphPool(self.device, frozen) if self.device.type == "cuda" else None
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
@@ -254,7 +255,7 @@ class Session:
 
     def _step(self, attend: DecodeAttention, angles: Tensor | None) -> DecodeStep:
         if attend.size not in self._steps:
-            graphs = self._graphs if attend.can_be_captured else None
+            graphs = self.graphs if attend.can_be_captured else None
             self._steps[attend.size] = self._new_step(attend, angles, graphs=graphs)
         return self._steps[attend.size]
 

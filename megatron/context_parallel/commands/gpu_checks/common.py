@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -37,6 +38,9 @@ class CheckSizes:
     heads: tuple[tuple[int, int], ...] = ((16, 1), (2, 8))  # key/value heads, query heads of each: MHA, 8:1 GQA
     decode_rows: int = 8
     decode_tokens: int = 2**17
+    decode_layers: int = 32
+    decode_sequences: tuple[int, ...] = (1, 8, 32)
+    decode_prompt: int = 1024
     repeats: int = 5
     overhead_rows_per_rank: int = 8192
     overhead_heads: tuple[int, int] = (32, 8)
@@ -48,6 +52,8 @@ class CheckSizes:
     te_rows: int = 1024
     training_rows: int = 512
     iterations: tuple[int, int] = (10, 20)  # on the CPU before its checkpoint, and in all
+    step: tuple[int, int] = (2**15, 6)  # tokens and iterations
+    longest: tuple[int, int] = (2**18, 2)  # the same; attention of more takes minutes
 
 
 @contextmanager
@@ -62,6 +68,15 @@ def synchronisations(device: torch.device) -> Iterator[Callable[[], int]]:
         finally:
             if device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
+
+
+def still_works(device: torch.device) -> bool:
+    """Whether a GPU computes for this process. After an invalid access it does not, until the process ends."""
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass
@@ -87,10 +102,22 @@ class CheckReport:
                 file.write(json.dumps(line) + "\n")
 
 
+@contextmanager
+def row_of(report: CheckReport, table: str, **row: Any) -> Iterator[dict[str, Any]]:
+    """Adds a row, with what the block adds to it. If the block raises an error, the row has it, and fails."""
+    try:
+        yield row
+    except Exception as error:  # of a library, of a compiler, or a lack of memory: the other rows come all the same
+        traceback.print_exc()
+        row |= {"verdict": "FAIL", "wrong": said(error)}
+    report.add(table, **row)
+
+
 def print_table(title: str, rows: list[dict]) -> None:
-    """Plain text with right-aligned columns; without rich, which a GPU image may lack."""
-    lines = [list(rows[0])]
-    lines += [list(map(_cell, row.values())) for row in rows]
+    """Plain text with right-aligned columns; without rich, which a GPU image may lack. Rows may lack columns."""
+    columns = [*dict.fromkeys(column for row in rows for column in row)]
+    lines = [columns]
+    lines += [[_cell(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(f"\n{title}")
     for line in lines:
@@ -100,10 +127,12 @@ def print_table(title: str, rows: list[dict]) -> None:
 def _cell(value: object) -> str:
     if value is None:
         return "not measured"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     """The kind of an error and its first line."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
 
@@ -182,7 +211,7 @@ def model_parallel() -> Iterator[None]:
     from megatron.context_parallel.patches.cpu_host import support_cpu_host
 
     support_cpu_host()
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)  # gloo needs a network
     try:
         yield
     finally:

@@ -54,7 +54,8 @@ def compile_kernels(report: CheckReport, names: list[str], sizes: CheckSizes, de
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = {pool.submit(_compile, one, sizes.block_rows, device): one for one in sets(sizes)}
         for job in as_completed(jobs):
-            _add(report, jobs[job], *job.result())
+            ended = job.exception()  # a compiler may end its process
+            _add(report, jobs[job], *((0.0, said(ended)) if ended else job.result()))
 
 
 def _add(report: CheckReport, one: Compiled, seconds: float, wrong: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.context_parallel.kernels.paged import PagedKernel, Seen, refusal
 from megatron.context_parallel.kernels.quantized import FORMATS, pack, unpack
 
-from .common import CheckReport, CheckSizes
+from .common import CheckReport, CheckSizes, row_of
 from .speed import GpuClock
 
 TABLE = "decode"
@@ -49,21 +49,18 @@ def check_decode(report: CheckReport, sizes: CheckSizes, device: torch.device, c
     for dim in sizes.speed_head_dims:
         cases += [(dim, torch.float16, None), *((dim, torch.bfloat16, form) for form in FORMATS)]
     for dim, dtype, form in cases:
+        case = {"head_dim": dim, "dtype": str(dtype), "format": form or "auto"}
         if why := refusal(device, dtype, dim, dim, form):
-            report.add(TABLE, head_dim=dim, dtype=str(dtype), format=form or "auto", left_out=why)
-        else:
-            _check(report, sizes, dim, dtype, form, clock, device)
+            report.add(TABLE, **case, left_out=why)
+            continue
+        with row_of(report, TABLE, **case) as row:
+            row |= _check(sizes, dim, dtype, form, clock, device)
 
 
 def _check(
-    report: CheckReport,
-    sizes: CheckSizes,
-    dim: int,
-    dtype: torch.dtype,
-    form: str | None,
-    clock: GpuClock,
-    device: torch.device,
-) -> None:
+    sizes: CheckSizes, dim: int, dtype: torch.dtype, form: str | None, clock: GpuClock, device: torch.device
+) -> dict:
+    """The errors of a case, without and with a graph, and the rate."""
     few = PagedRows.random([0, 1, 333, sizes.decode_tokens // 8], dim, dtype, device)
     keys, values = (pack(x, form) if form else x for x in few[1:3])
     if form:
@@ -83,8 +80,7 @@ def _check(
     bound = BOUND + ROUNDING[dtype]
     verdict = "PASS" if error < bound and again < bound else "FAIL"
     rate = _rate(sizes, dim, dtype, form, clock, device)
-    row = {"head_dim": dim, "dtype": str(dtype), "format": form or "auto", "error": error, "error of a graph": again}
-    report.add(TABLE, **row, bound=bound, verdict=verdict, **{"GB/s": rate})
+    return {"error": error, "error of a graph": again, "bound": bound, "verdict": verdict, "GB/s": rate}
 
 
 def _error(rows: PagedRows, found: Tensor) -> float:

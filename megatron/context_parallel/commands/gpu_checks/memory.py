@@ -13,7 +13,7 @@ from megatron.context_parallel.runtime.comm.transport import Program, run_here
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 
-from .common import CheckReport, CheckSizes
+from .common import CheckReport, CheckSizes, row_of
 
 CASES = ("ring", "attention2d", "mesh")
 KERNEL = 4  # temporary float32 units of a kernel and its caller: results, and those of a gathered block
@@ -95,10 +95,11 @@ def measure_memory(report: CheckReport, sizes: CheckSizes, device: torch.device,
             )
             for x in (q, k, v):
                 x.requires_grad_()
-            for _ in range(2):  # the first compiles
-                meter.start()
-                torch.autograd.grad(context_parallel_attention(q, k, v, cp, kernel=kernel), (q, k, v), dout)
-                measured = meter.peak()
             limit = formula(cp, rows, heads, kv_heads, dim)
-            row = {"strategy": strategy, "ranks": 8, "rows": rows, "heads": f"{heads}:{kv_heads}", "head_dim": dim}
-            report.add("memory", **row, GB=measured / 1e9, formula_GB=limit / 1e9, share=measured / limit)
+            case = {"strategy": strategy, "ranks": 8, "rows": rows, "heads": f"{heads}:{kv_heads}", "head_dim": dim}
+            with row_of(report, "memory", **case, formula_GB=limit / 1e9) as row:
+                for _ in range(2):  # the first compiles
+                    meter.start()
+                    torch.autograd.grad(context_parallel_attention(q, k, v, cp, kernel=kernel), (q, k, v), dout)
+                    measured = meter.peak()
+                row |= {"GB": measured / 1e9, "share": measured / limit}

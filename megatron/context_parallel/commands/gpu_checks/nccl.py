@@ -15,7 +15,7 @@ from megatron.context_parallel.runtime.comm.communicators import joined
 from megatron.context_parallel.runtime.comm.torch_works import Work
 from megatron.context_parallel.runtime.comm.transport import TorchTransport
 
-from .common import CheckReport, CheckSizes, world_of_one
+from .common import CheckReport, CheckSizes, row_of, said, world_of_one
 from .errors import WHAT, compare, with_gradients
 
 CHANNELS = ("first", "second")
@@ -53,12 +53,13 @@ def check_calls(report: CheckReport, backend: str = "nccl") -> None:
     on_gpu = backend == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for bound in (True, False) if on_gpu else (False,):
-        with world_of_one(device, bound):
+        with row_of(report, "calls of one rank", call="connect", bound=bound) as row, world_of_one(device, bound):
             transport = TorchTransport(joined(None), "GPU check")
             transport.connect({(channel, (0,)) for channel in CHANNELS})
             for call, wrong in _calls(transport, device):
                 verdict = "FAIL" if wrong else "PASS"
                 report.add("calls of one rank", call=call, bound=bound, wrong=wrong, verdict=verdict)
+            row |= {"wrong": "", "verdict": "PASS"}
 
 
 def _calls(transport: TorchTransport, device: torch.device) -> Iterator[tuple[str, str]]:
@@ -90,8 +91,8 @@ def _calls(transport: TorchTransport, device: torch.device) -> Iterator[tuple[st
                 call(channel, mine, got).wait()
                 difference = float((got - mine).abs().max())
                 wrong = wrong or (f"differs by {difference}" if difference else "")
-            except RuntimeError as error:
-                wrong = wrong or str(error)
+            except Exception as error:
+                wrong = wrong or said(error)
         yield call.__name__, wrong
 
 

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -16,7 +16,17 @@ from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.patches.torch_gpu_sleep import let_host_ahead
 from megatron.context_parallel.tokens.mask import Mask
 
-from .common import STEP, CheckReport, CheckSizes, RandomBlock, deterministic_mode, kernels, synchronisations
+from .common import (
+    STEP,
+    CheckReport,
+    CheckSizes,
+    RandomBlock,
+    deterministic_mode,
+    kernels,
+    row_of,
+    said,
+    synchronisations,
+)
 
 REPEATS = 5
 
@@ -47,18 +57,32 @@ def measure_speed(
                 for mask in ("full", "causal", "step"):
                     rows, keys = (length // 2, length // 2 * STEP) if mask == "step" else (length, length)
                     block = RandomBlock.random(rows, keys, heads, group, dim, torch.bfloat16, device)
-                    calls = {
-                        (name, way): call
-                        for name, kernel in kernels(names, device, torch.bfloat16, dim)
-                        for way, call in ways(kernel, name, block, mask).items()
-                    }
+                    calls, wrong = callable_ways(kernels(names, device, torch.bfloat16, dim), block, mask)
                     times = medians(calls, sizes.repeats, clock)
                     pairs = rows * keys if mask == "full" else keys // rows * rows * (rows + 1) // 2
                     flops = {"forward": 4 * pairs * heads * group * dim, "backward": 10 * pairs * heads * group * dim}
                     row = {"head_dim": dim, "heads": f"{heads * group}:{heads}", "length": length, "mask": mask}
-                    for name in dict.fromkeys(name for name, _ in calls):
-                        speed = {way: flops[way] / times[name, way] / 1e12 for way in flops}
-                        report.add("TFLOP/s, bfloat16", **row, backend=name, **speed)
+                    for name, error in wrong.items():
+                        speed = {way: None if error else flops[way] / times[name, way] / 1e12 for way in flops}
+                        report.add("TFLOP/s, bfloat16", **row, backend=name, **speed, wrong=error)
+
+
+def callable_ways(
+    found: Iterable[tuple[str, Kernel]], block: RandomBlock, mask: str
+) -> tuple[dict[tuple[str, str], Callable[[], None]], dict[str, str]]:
+    """The calls of the backends by name and way, each called once; and what went wrong with each backend, or ""."""
+    calls, wrong = dict[tuple[str, str], Callable[[], None]](), dict[str, str]()
+    for name, kernel in found:
+        try:
+            of_kernel = ways(kernel, name, block, mask)
+            for call in of_kernel.values():
+                call()
+        except Exception as error:  # of a library, or of Triton's compiler: the others are measured all the same
+            wrong[name] = said(error)
+            continue
+        wrong[name] = ""
+        calls |= {(name, way): call for way, call in of_kernel.items()}
+    return calls, wrong
 
 
 def ways(kernel: Kernel, name: str, block: RandomBlock, mask: str) -> dict[str, Callable[[], None]]:
@@ -105,6 +129,8 @@ def ratios(rows: list[dict], way: str) -> list[float]:
     """The ratio of the position kernel's step TFLOP/s to the best library's causal TFLOP/s, for each shape."""
     shapes: dict[tuple, dict] = defaultdict(dict)
     for row in rows:
+        if row["wrong"]:
+            continue
         shapes[row["head_dim"], row["heads"], row["length"]][row["backend"], row["mask"]] = row[way]
     found = []
     for of in shapes.values():
@@ -152,18 +178,19 @@ def measure_overhead(
     for name, kernel in [("auto", kernel_for(device, q.dtype, dim)), *kernels(ours, device, q.dtype, dim)]:
         for strategy, layout in (("ring", None), ("attention2d", "cyclic")):
             cp, shares, watched = AllRanks(n, strategy, layout), [], CountingKernel(kernel, clock)
-            for turn in range(sizes.repeats + 1):
-                watched.calls.clear()
-                start = clock.mark()
-                out = context_parallel_attention(q, k, v, cp, kernel=watched)
-                torch.autograd.grad(out, (q, k, v), dout)
-                total = clock.between(start, clock.mark())
-                if turn:
-                    shares.append(1 - sum(clock.between(*call) for call in watched.calls) / total)
-            row = {"strategy": strategy, "layout": cp.layout, "ranks": n, "rows per rank": sizes.overhead_rows_per_rank}
-            forward, blocks = launches(cp, kernel, clock, q, k, v)
-            row |= {"backend": name, "heads": f"{heads}:{kv_heads}", "launches": forward, "blocks": blocks}
-            report.add("executor", **row, overhead=statistics.median(shares))
+            case = {"strategy": strategy, "layout": cp.layout, "ranks": n, "backend": name}
+            case |= {"rows per rank": sizes.overhead_rows_per_rank, "heads": f"{heads}:{kv_heads}"}
+            with row_of(report, "executor", **case) as row:
+                for turn in range(sizes.repeats + 1):
+                    watched.calls.clear()
+                    start = clock.mark()
+                    out = context_parallel_attention(q, k, v, cp, kernel=watched)
+                    torch.autograd.grad(out, (q, k, v), dout)
+                    total = clock.between(start, clock.mark())
+                    if turn:
+                        shares.append(1 - sum(clock.between(*call) for call in watched.calls) / total)
+                row["launches"], row["blocks"] = launches(cp, kernel, clock, q, k, v)
+                row["overhead"] = statistics.median(shares)
 
 
 def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
@@ -178,14 +205,15 @@ def check_repeats(report: CheckReport, sizes: CheckSizes, device: torch.device) 
             results, waits = [], 0
             for x in (q, k, v):
                 x.requires_grad_()
-            for turn in range(REPEATS):
-                with synchronisations(device) as counted:
-                    out = context_parallel_attention(q, k, v, cp, kernel=kernel)
-                    assert isinstance(out, Tensor)  # without the log-sum-exp
-                    results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
-                waits += counted() if turn else 0
-            differ = sum(not torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
-            report.add("repeats", strategy=strategy, repeats=REPEATS, differ=differ, synchronisations=waits)
+            with row_of(report, "repeats", strategy=strategy, repeats=REPEATS) as row:
+                for turn in range(REPEATS):
+                    with synchronisations(device) as counted:
+                        out = context_parallel_attention(q, k, v, cp, kernel=kernel)
+                        assert isinstance(out, Tensor)  # without the log-sum-exp
+                        results.append((out.detach(), *torch.autograd.grad(out, (q, k, v), dout)))
+                    waits += counted() if turn else 0
+                pairs = [pair for again in results[1:] for pair in zip(results[0], again, strict=True)]
+                row |= {"differ": sum(not torch.equal(a, b) for a, b in pairs), "synchronisations": waits}
 
 
 def launches(cp: AllRanks, kernel: Kernel, clock: GpuClock, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import importlib.metadata
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,12 +14,14 @@ from .common import CheckReport, CheckSizes
 from .compile import compile_kernels
 from .decode import check_decode
 from .decode_model import TABLE as DECODE_MODEL
+from .decode_model import TIMES as DECODE_TIMES
 from .decode_model import check_decode_model
 from .documents import measure_documents
 from .errors import check_blocks, check_far_rows, check_other_blocks, check_strategies
 from .memory import PeakMemory, measure_memory
 from .nccl import check_nccl
 from .speed import GpuClock, check_repeats, measure_overhead, measure_speed, ratios
+from .step import check_step
 from .te import check_te
 from .tiles import time_tiles
 from .training import check_training
@@ -55,9 +58,13 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
         case "decode":
             check_decode(report, sizes, device, host.clock)
             check_decode_model(report, sizes, device)
-            return _judge_rows(stage, tables[stage] + tables[DECODE_MODEL])
+            return _judge_rows(stage, tables[stage] + tables[DECODE_MODEL] + tables[DECODE_TIMES])
         case "training":
             check_training(report, sizes, device)
+        case "step":
+            check_step(report, stage, sizes.step, device)
+        case "longest":
+            check_step(report, stage, sizes.longest, device)
         case "tiles":
             time_tiles(report, sizes, device, host.clock)
             return []
@@ -68,10 +75,10 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
             one_launch = [r for r in rows if (r["strategy"], r["backend"]) == ("attention2d", "triton")]
             return judge(
                 stage,
-                max((r["launches"] / r["blocks"] for r in one_launch), default=None),
-                max((r["overhead"] for r in rows if r["backend"] == "auto"), default=None),
-                sum(r["differ"] for r in repeats),
-                sum(r["synchronisations"] for r in repeats),
+                _of_all(one_launch, lambda r: r["launches"] / r["blocks"]),
+                _of_all([r for r in rows if r["backend"] == "auto"], lambda r: r["overhead"]),
+                _of_all(repeats, lambda r: r["differ"], sum),
+                _of_all(repeats, lambda r: r["synchronisations"], sum),
             )
         case "documents":
             measure_documents(report, sizes, device)
@@ -79,7 +86,7 @@ def run_stage(stage: str, report: CheckReport, names: list[str], sizes: CheckSiz
             return judge(stage, max(r["ms"] for r in rows), sum(r["synchronisations"] for r in rows))
         case "memory":
             measure_memory(report, sizes, device, host.meter)
-            return judge(stage, max(r["share"] for r in tables["memory"]))
+            return judge(stage, _of_all(tables["memory"], lambda r: r["share"]))
         case "nccl":
             check_nccl(report, sizes, host.gpus, "nccl" if device.type == "cuda" else "gloo")
             if calls := tables["calls of one rank"]:
@@ -93,6 +100,11 @@ def _judge_rows(stage: str, rows: list[dict]) -> list[dict]:
     """The result of a stage whose rows have verdicts; none if all were left out."""
     checked = [row for row in rows if "left_out" not in row]
     return judge(stage, _failures(checked)) if checked else []
+
+
+def _of_all(rows: list[dict], number: Callable[[dict], float], over: Callable = max) -> float | None:
+    """The largest number of a row, or the sum of all; None if there is no row, or one failed."""
+    return over(map(number, rows)) if rows and not any(row.get("wrong") for row in rows) else None
 
 
 def _failures(rows: list[dict]) -> int | None:

@@ -1,9 +1,6 @@
 """Trains a small Llama on a CPU, and resumes from its checkpoint on the GPU: the losses must be those of the CPU."""
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .common import CheckReport, CheckSizes
+from .job import end, start
 
 TABLE = "training"
 PROGRAM = "from megatron.context_parallel.commands.programs import pretrain; pretrain()"
@@ -46,47 +44,26 @@ def check_training(report: CheckReport, sizes: CheckSizes, device: torch.device)
     if not find_spec("megatron.core"):
         report.add(TABLE, left_out="needs megatron-core (pip install megatron-core)")
         return
-    middle, end = sizes.iterations
-    model = MODEL.format(sizes.training_rows, end).split()
+    middle, last = sizes.iterations
+    model = MODEL.format(sizes.training_rows, last).split()
     with tempfile.TemporaryDirectory() as folder:
         whole, *parts = (Path(folder) / name for name in ("cpu", *map("-".join, RUNS)))
-        on_cpu = _start(model, whole, ["--save-interval", str(middle)], gpu=False)
-        if wrong := _end(on_cpu, whole):
+        logs = {run: run.with_suffix(".log") for run in (whole, *parts)}
+        words = [*model, "--save", str(whole), "--save-interval", str(middle)]
+        if wrong := end(start(PROGRAM, words, logs[whole], gpu=False), logs[whole], LIMIT):
             report.add(TABLE, backend="cpu", dtype="float32", wrong=wrong, verdict="FAIL")
             return
-        resume = ["--load", str(whole), "--ckpt-step", str(middle)]
+        resume = [*model, "--load", str(whole), "--ckpt-step", str(middle)]
         jobs = []
         for run, part in zip(RUNS, parts, strict=True):
-            jobs.append(_start(model, part, resume + run.flags, gpu=device.type == "cuda"))
+            words = [*resume, "--save", str(part), *run.flags]
+            jobs.append(start(PROGRAM, words, logs[part], gpu=device.type == "cuda"))
         for run, part, job in zip(RUNS, parts, jobs, strict=True):
-            wrong, bound = _end(job, part), BOUNDS[run.dtype]
-            difference = None if wrong else _difference(_losses(part), _losses(whole), range(middle + 1, end + 1))
+            wrong, bound = end(job, logs[part], LIMIT), BOUNDS[run.dtype]
+            difference = None if wrong else _difference(_losses(part), _losses(whole), range(middle + 1, last + 1))
             verdict = "PASS" if difference is not None and difference <= bound else "FAIL"
-            row = {**run._asdict(), "iterations": end - middle, "difference": difference, "bound": bound}
+            row = {**run._asdict(), "iterations": last - middle, "difference": difference, "bound": bound}
             report.add(TABLE, **row, wrong=wrong, verdict=verdict)
-
-
-def _start(model: list[str], save: Path, flags: list[str], gpu: bool) -> subprocess.Popen:
-    """A run of one rank, whose output goes to a file beside `save`."""
-    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
-    env = {name: value for name, value in os.environ.items() if name not in ranks}
-    if not gpu:
-        env["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-c", PROGRAM, *model, "--save", str(save), *flags]
-    with save.with_suffix(".log").open("w") as log:
-        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-
-
-def _end(job: subprocess.Popen, save: Path) -> str:
-    """The last line of a run that failed."""
-    try:
-        status = job.wait(LIMIT)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
-        return f"did not end in {LIMIT} s"
-    said = save.with_suffix(".log").read_text().strip().splitlines() or ["no output"]
-    return said[-1][:200] if status else ""
 
 
 def _losses(run: Path) -> dict[int, float]:
