@@ -44,6 +44,7 @@ class Compiled(NamedTuple):
     wgmma: bool
     scalar_copies: int  # instructions that copy a single number of 4 bytes to shared memory
     serialized: bool  # each wgmma waits for the one before: ptxas does this, silently, where it lacks registers
+    overwritten: int  # registers written while a wgmma reads them, which ptxas older than 13.3 may do
 
 
 class Driver:
@@ -140,7 +141,27 @@ def _inspect(compiled) -> Compiled:
     copies = len(re.findall(r"LDGSTS\.E ", found))
     products, waits = (len(re.findall(name, found)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
     serialized = 0 < products <= waits
-    return Compiled(compiled.metadata.name, stack + local, compiled.metadata.shared, wgmma, copies, serialized)
+    faults = serialized, overwritten(found)
+    return Compiled(compiled.metadata.name, stack + local, compiled.metadata.shared, wgmma, copies, *faults)
+
+
+def overwritten(sass: str) -> int:
+    """How many instructions write to registers that a running wgmma reads: before it is waited for."""
+    running: list[list[set[int]]] = [[]]  # by committed group, the last one still open; the registers of each product
+    count = 0
+    for name, arguments in re.findall(r"\*/\s+(?:@!?\w+ )?([A-Z]\S*) (.*?);", sass):
+        target = re.match(r"R(\d+)", arguments)
+        if name.startswith("HGMMA"):
+            source = re.match(r"R\d+, R(\d+)", arguments)
+            running[-1] += [{int(source[1]) + i for i in range(4)}] if source else []
+            running += [[]] if "gsb0" in arguments else []
+        elif name == "WARPGROUP.DEPBAR.LE":
+            running = running[-1 - int(arguments.split(",")[1], 16) :]
+        elif target and not name.startswith(("ST", "RED", "ATOM")):
+            width = 4 if ".128" in name or name.startswith("LDSM") else 2 if ".64" in name or ".WIDE" in name else 1
+            written = {int(target[1]) + i for i in range(width)}
+            count += any(written & read for group in running for read in group)
+    return count
 
 
 def _judge(architecture: int, *case: object, found: list[Compiled]) -> int:
@@ -148,7 +169,7 @@ def _judge(architecture: int, *case: object, found: list[Compiled]) -> int:
     bad = 0
     for c in found:
         fits = not c.spilled and c.shared <= SHARED[architecture]
-        good = fits and c.scalar_copies <= SCALAR_COPIES and not c.serialized
+        good = fits and c.scalar_copies <= SCALAR_COPIES and not (c.serialized or c.overwritten)
         bad += not good
         print("ok  " if good else "BAD ", architecture, *case, *c, flush=True)
     return bad
@@ -192,9 +213,16 @@ def test_compiles_without_spills():
         assert not kernel.spilled, kernel
         assert kernel.shared <= SHARED[90], kernel
         assert kernel.scalar_copies <= SCALAR_COPIES, kernel
-        assert not kernel.serialized, kernel
+        assert not (kernel.serialized or kernel.overwritten), kernel
         if kernel.kernel not in WITHOUT_WGMMA:
             assert kernel.wgmma, kernel
+
+
+def test_registers_of_a_running_product_are_watched():
+    product = "/*0010*/ HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR8].tnspB, R24, gsb0 ;\n"
+    wait, write = "/*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n", "/*0030*/ @P0 F2FP.BF16.F32.PACK_AB R7, R9, R8 ;\n"
+    assert overwritten(product + write) == 1
+    assert overwritten(product + wait + write) == 0
 
 
 if __name__ == "__main__":

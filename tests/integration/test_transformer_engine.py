@@ -3,10 +3,12 @@
 import ast
 import os
 import re
+import sys
 from contextlib import nullcontext
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +82,48 @@ def test_the_module_computes_exact_attention(ranks, strategy, comm_type, form, c
     exact = context_parallel_attention(q, k, v, AllRanks(1), causal=causal, window=window, softcap=softcap).flatten(2)
     got = ranks(n, attend, strategy, comm_type, form, call)[0]
     assert (got - exact).norm() / exact.norm() < 1e-6
+
+
+@pytest.mark.parametrize("dim", [-3, -2])
+def test_queries_keys_and_values_may_be_packed(dim):
+    """As Transformer Engine passes them from 2.19 on."""
+    q, k, v = (torch.randn(LENGTH, 2, HEADS, WIDTH) for _ in range(3))
+    module = DotProductAttention(HEADS, WIDTH)
+    module.cp = AllRanks(1)
+    packed = torch.stack((q, k, v), dim)
+    call = CALLS["2.20.2"] | {"qkv_layer": packed, "qkv_interleave_dim": dim}
+    assert torch.equal(module(None, None, None, **call), module(q, k, v))
+    for wrong in ((q, k, v), (None, None, None)):
+        with pytest.raises(
+            UsageError, match="separate tensors: give query_layer, key_layer and value_layer, or only 3"
+        ):
+            module(*wrong, **call | ({} if wrong[0] is not None else {"qkv_layer": None}))
+
+
+@pytest.mark.parametrize(("name", "own"), [("window_size", (7, 0)), ("softcap", 3.0), ("attn_mask_type", "no_mask")])
+def test_a_layer_with_other_settings_is_refused(name, own):
+    """Transformer Engine's layers pass theirs in each call: a window in all releases, a softcap from 2.20.2 on."""
+    module = DotProductAttention(HEADS, WIDTH, KV_HEADS, **{name: own})
+    module.cp = AllRanks(1)
+    layers = {"attn_mask_type": "causal", "window_size": (-1, 0), "softcap": 0.0}
+    with pytest.raises(UsageError, match=r"the module was created with .*; give both the same, or leave it out of the"):
+        module(*tensors(), **layers)
+    layers |= {"window_size": (-1, -1), name: own}
+    assert torch.equal(module(*tensors(), **layers), module(*tensors()))
+
+
+def test_attention_in_fp8_is_refused(monkeypatch):
+    """Transformer Engine's layers do not tell a module of an MXFP8 recipe, so the module asks their state."""
+    manager = SimpleNamespace(is_fp8_enabled=lambda: True, get_fp8_recipe=lambda: recipe)
+    quantization = SimpleNamespace(FP8GlobalStateManager=manager)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", quantization)
+    module = DotProductAttention(HEADS, WIDTH, KV_HEADS)
+    module.cp = AllRanks(1)
+    recipe = SimpleNamespace(fp8_dpa=False, fp8_mha=False)
+    module(*tensors())
+    recipe = SimpleNamespace(fp8_dpa=True, fp8_mha=False)
+    with pytest.raises(UsageError, match=r"FP8 attention: not supported, .*; give fp8_dpa=False"):
+        module(*tensors())
 
 
 def functions(file: Path, name: str) -> dict[str, dict[str, object]]:

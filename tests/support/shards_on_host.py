@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.context_parallel.trainer.checkpoint import save_load, train_state
 from megatron.context_parallel.trainer.faults.findings import Findings
 from megatron.context_parallel.trainer.model import data_parallel
-from megatron.context_parallel.trainer.model.host_optimizer import HostOptimizer
+from megatron.context_parallel.trainer.model.shard_optimizer import HostOptimizer
 from tests.support import zero_case
 
 OFFLOADED = {"optimizer_cpu_offload": True}

@@ -3,6 +3,7 @@
 from unittest import mock
 
 import torch
+from megatron.core import optimizer
 from megatron.core.optimizer import clip_grads
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -58,6 +59,24 @@ def train_with_few_rows() -> tuple[list[float], list[float], int]:
 def train_with_all_rows() -> tuple[list[float], list[float]]:
     """The same with whole weights."""
     run = training_case.train("sinks", global_batch_size=12, train_iters=3, **PLAIN)
+    return run.losses, run.grad_norms
+
+
+class AdamOfWholeWeights(torch.optim.Optimizer):
+    """Transformer Engine's FusedAdam, which until 2.13 makes moments in the shape of the whole weight."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def step(self, closure=None):
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        assert not any(isinstance(weight, DTensor) for weight in weights), "moments of whole weights on each rank"
+
+
+def train_beside_another_adam() -> tuple[list[float], list[float]]:
+    """FSDP2 where megatron-core's Adam is not PyTorch's."""
+    with mock.patch.multiple(optimizer, Adam=AdamOfWholeWeights, USING_PYTORCH_OPTIMIZER=False):
+        run = training_case.train("sinks", global_batch_size=12, train_iters=3, **WAYS["torch_fsdp2"])
     return run.losses, run.grad_norms
 
 

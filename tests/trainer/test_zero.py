@@ -35,6 +35,13 @@ def test_ranks_without_rows_of_a_weight_give_no_kernel_an_empty_tensor(ranks):
         assert norms == pytest.approx(whole[1], rel=1e-6)
 
 
+def test_fsdp2_updates_shards_with_pytorchs_adam(ranks):
+    (losses, norms), *_ = ranks(2, zero_case.train_with_all_rows)
+    for found in ranks(2, zero_case.train_beside_another_adam):
+        assert found[0] == pytest.approx(losses, rel=1e-6)
+        assert found[1] == pytest.approx(norms, rel=1e-6)
+
+
 def test_fsdp2_widens_one_part_of_a_model_at_a_time(ranks):
     (found,) = ranks(1, zero_case.whole_float32_when_sharding)
     layer, table, norm = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 48 + 2 * 32, 64 * 32, 32

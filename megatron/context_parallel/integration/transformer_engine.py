@@ -1,5 +1,7 @@
 """Our attention with the interface of Transformer Engine's `DotProductAttention`."""
 
+import os
+import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,9 +19,11 @@ from .groups import context_of
 
 _MASKS = {"causal": True, "causal_bottom_right": True, "no_mask": False}
 _CHANGES_NOTHING = (
-    *("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal", "fast_zero_fill", "qkv_interleave_dim"),
+    *("max_seqlen_q", "max_seqlen_kv", "bottom_right_diagonal", "fast_zero_fill"),
     "thd_attention_policy_dispatch",
 )
+_SAY_NOTHING = {"attn_mask_type": ("causal",), "window_size": (None, (-1, -1), (-1, 0)), "softcap": (0.0,)}
+_WITH_FP8_STATE = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the second until 2.8
 
 
 @cache
@@ -48,8 +52,9 @@ class DotProductAttention(torch.nn.Module):
     data and rotary embeddings with `module.cp.shard`. Modules with the same group and strategy share communicators.
 
     Args:
-        num_attention_heads, num_gqa_groups, tp_size, softmax_scale, softcap, window_size: as in Transformer Engine.
-        attn_mask_type: "causal" or "no_mask".
+        num_attention_heads, num_gqa_groups, tp_size, softmax_scale: as in Transformer Engine.
+        softcap, window_size: as in Transformer Engine. A call may give others only if these are the defaults.
+        attn_mask_type: "causal" or "no_mask"; a call may not turn "no_mask" into "causal".
         qkv_format: "sbhd" or "bshd".
         attention_dropout: 0 only.
         cp_group, cp_global_ranks, cp_stream, cp_comm_type: as for `set_context_parallel_group`.
@@ -139,12 +144,14 @@ class DotProductAttention(torch.nn.Module):
 
     def forward(
         self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
+        query_layer: Tensor | None = None,
+        key_layer: Tensor | None = None,
+        value_layer: Tensor | None = None,
         attention_mask: Tensor | None = None,
         qkv_format: str | None = None,
         *,
+        qkv_layer: Tensor | None = None,
+        qkv_interleave_dim: int = -3,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         softcap: float | None = None,
@@ -154,17 +161,25 @@ class DotProductAttention(torch.nn.Module):
     ) -> Tensor:
         """[s, b, heads, d] of this rank's tokens to [s, b, heads * d]; with "bshd", b is first in both.
 
+        `qkv_layer` holds all three along `qkv_interleave_dim`, -3 or -2. Transformer Engine 2.19 and newer pass it if
+        each head has its own keys, and neither rotary embeddings nor norms change queries and keys.
+
         Raises:
-            UsageError: no context group yet; a mask, format, bias or cache that is not supported.
+            UsageError: no context group yet; a mask, format, bias or cache that is not supported; FP8 attention; a
+                value that contradicts the constructor's.
         """
         if self.cp is None:
             raise UsageError("DotProductAttention: no context group; call set_context_parallel_group first")
+        if _fp8_attention():
+            raise UsageError("FP8 attention: not supported, attention runs in 16 or 32 bits; give fp8_dpa=False")
+        self._refuse_other_values(attn_mask_type=attn_mask_type, window_size=window_size, softcap=softcap)
         form, mask = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
         _refuse_unless(qkv_format=(form, ("sbhd", "bshd")), attn_mask_type=(mask, tuple(_MASKS)))
         _refuse_unless(core_attention_bias_type=(core_attention_bias_type, ("no_bias",)), num_splits=(num_splits, (1,)))
         given = {"attention_mask": attention_mask, **others}
         _refuse_unless(**{name: (x, (None, False)) for name, x in given.items() if name not in _CHANGES_NOTHING})
-        q, k, v = (x.transpose(0, 1) if form == "bshd" else x for x in (query_layer, key_layer, value_layer))
+        three = _unpacked((query_layer, key_layer, value_layer), qkv_layer, qkv_interleave_dim)
+        q, k, v = (x.transpose(0, 1) if form == "bshd" else x for x in three)
         if (q.shape[2], k.shape[2]) != self.heads:
             raise UsageError(f"{q.shape[2]} query and {k.shape[2]} key heads: the module was created for {self.heads}")
         if len(q) != len(k):
@@ -184,6 +199,37 @@ class DotProductAttention(torch.nn.Module):
         )
         assert isinstance(out, Tensor)  # without the log-sum-exp
         return (out.transpose(0, 1) if form == "bshd" else out).flatten(2)
+
+    def _refuse_other_values(self, **called: object) -> None:
+        # Transformer Engine's layers pass their own settings in each call, even defaults. They would replace ours.
+        for name, value in called.items():
+            own = getattr(self, name)
+            if own not in _SAY_NOTHING[name] and value not in (None, own):
+                why = f"the module was created with {own}; give both the same, or leave it out of the module"
+                raise UsageError(f"{name} {value}: {why}")
+
+
+def _fp8_attention() -> bool:
+    """Whether Transformer Engine's context asks for attention in FP8."""
+    module = next((sys.modules[name] for name in _WITH_FP8_STATE if name in sys.modules), None)
+    if module is None or not module.FP8GlobalStateManager.is_fp8_enabled():
+        return False
+    if os.environ.get("NVTE_DPA_FP8_RECIPE"):  # then these count, not the recipe
+        return "1" in (os.environ.get("NVTE_DPA_FP8_RECIPE_DPA"), os.environ.get("NVTE_DPA_FP8_RECIPE_MHA"))
+    recipe = module.FP8GlobalStateManager.get_fp8_recipe()
+    return recipe.fp8_dpa or recipe.fp8_mha
+
+
+def _unpacked(three: tuple[Tensor | None, ...], packed: Tensor | None, dim: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values, from one tensor if that is given."""
+    separate = tuple(x for x in three if x is not None)
+    if packed is None and len(separate) == 3:
+        return separate
+    if packed is None or separate or dim not in (-3, -2) or packed.dim() != 5 or packed.shape[dim] != 3:
+        shape = None if packed is None else list(packed.shape)
+        given = f"qkv_layer {shape}, qkv_interleave_dim {dim}, {len(separate)} separate tensors"
+        raise UsageError(f"{given}: give query_layer, key_layer and value_layer, or only 3 of them packed at -3 or -2")
+    return packed.unbind(dim)
 
 
 def _refuse_unless(**arguments: tuple[object, tuple]) -> None:

@@ -34,8 +34,8 @@ from megatron.context_parallel.trainer.config.samples import decay_samples, trai
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 
 from .data_parallel import DataParallel, finish_gradients, wrap
-from .host_optimizer import HostOptimizer
 from .loss_scale import share_scale
+from .shard_optimizer import HostOptimizer, adamw_of_shards
 
 
 def build_model(args: Arguments) -> list[DataParallel]:
@@ -201,9 +201,11 @@ def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[Megatro
         given |= {"bf16": False, "params_dtype": torch.float32, "optimizer_cpu_offload": False}
     config = OptimizerConfig(**given)
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
-    if args.use_torch_fsdp2 and args.optimizer_cpu_offload:
+    if args.use_torch_fsdp2:
         (part,) = optimizer.chained_optimizers
-        optimizer = HostOptimizer(part)
+        part.optimizer = adamw_of_shards(part)
+        if args.optimizer_cpu_offload:
+            optimizer = HostOptimizer(part.optimizer, part.config, part.init_state_fn)
     if args.fp16:
         share_scale(optimizer)
         model[0].config.grad_scale_func = optimizer.scale_loss

@@ -1,4 +1,4 @@
-"""The optimizer of weights that FSDP2 keeps in host memory: AdamW there, with the norm of gradients of all ranks."""
+"""The optimizers of weights that FSDP2 shards: PyTorch's AdamW, and one for shards in host memory."""
 
 import torch
 import torch.distributed as dist
@@ -10,26 +10,27 @@ from torch.distributed.tensor import DTensor
 from megatron.context_parallel.patches.torch_foreach import norm_of_each, scale_each
 
 
+def adamw_of_shards(like: MegatronOptimizer) -> torch.optim.AdamW:
+    """PyTorch's AdamW with the weights, groups and settings of megatron-core's optimizer.
+
+    Transformer Engine's Adam makes moments of whole weights until 2.13, and Apex's kernels take no DTensors.
+    """
+    config, given = like.config, like.optimizer
+    groups = []
+    for group in given.param_groups:
+        own = dict(group)
+        for name in given.defaults:
+            own.pop(name, None)
+        groups.append(own)
+    how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
+    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, **how)
+
+
 class HostOptimizer(FP32Optimizer):
     """Updates rows of weights on the host, which are DTensors. Only the sum of squares of gradients goes to the device.
 
-    megatron-core's norm and clipping of gradients, and Transformer Engine's Adam, take tensors of a GPU only.
-
-    Args:
-        like: megatron-core's optimizer of the same weights, whose groups and settings this one takes.
+    megatron-core's norm and clipping of gradients take tensors of a GPU only.
     """
-
-    def __init__(self, like: MegatronOptimizer) -> None:
-        config, given = like.config, like.optimizer
-        groups = []
-        for group in given.param_groups:
-            own = dict(group)
-            for name in given.defaults:
-                own.pop(name, None)
-            groups.append(own)
-        how = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps, "fused": True}
-        adam = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, **how)
-        super().__init__(adam, config, like.init_state_fn)
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, None]:
