@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
     _checkpoint(folder / "other_seed", {"seed": 7})
     _checkpoint(folder / "other_data", {"data_path": ["elsewhere"]})
     _checkpoint(folder / "long_sequences", {"seq_length": 256})
-    _checkpoint(folder / "larger_batch", {"global_batch_size": 4, "train_samples": 40, "train_iters": 10})
+    _checkpoint(folder / "finetuned", {"finetune": True})
     (folder / "file").write_text("in the way of a directory")
     (folder / "empty").mkdir()
     (folder / "unknown_key.yaml").write_text("num_layer: 4\ntrain-iter: null\n")
@@ -181,6 +181,10 @@ MISTAKES = [
      ["--data-parallel-sharding-strategy optim", "--use-megatron-fsdp"], "--use-megatron-fsdp"),
     ("--use-megatron-fsdp", 2, ["--use-megatron-fsdp", "fails without"],
      "--data-parallel-sharding-strategy optim_grads_params"),
+    ("--use-megatron-fsdp", 1, ["--use-megatron-fsdp", "fails without"], "--data-parallel-sharding-strategy optim"),
+    (f"{FSDP} optim_grads", 1, ["optim_grads", "more than once"], "--data-parallel-sharding-strategy optim"),
+    (f"{FSDP} optim_grads_params --num-distributed-optimizer-instances 4", 4,
+     ["--num-distributed-optimizer-instances 4", "more than once"], "--num-distributed-optimizer-instances 1"),
     (f"{FSDP} optim --num-distributed-optimizer-instances 2", 4,
      ["--num-distributed-optimizer-instances 2", "wrong gradients"], "--data-parallel-sharding-strategy optim_grads"),
     (f"{FSDP} optim --overlap-grad-reduce", 4,
@@ -305,6 +309,8 @@ MISTAKES = [
     ("--load {folder}/other_seed --seed 8", 1, ["--seed 8", "--override-data-order"], "--override-data-order"),
     ("--load {folder}/other_data", 1, ["{folder}/data: the checkpoint", "with elsewhere"], "--override-data-order"),
     ("--load {folder}/long_sequences", 1, ["--seq-length 128", "with 256"], "--seq-length 256"),
+    ("--finetune --load {folder}/finetuned --save {folder}/finetuned/", 1,
+     ["--finetune: --load {folder}/finetuned and --save are", "leave it out to resume"], None),
     ("--ckpt-step 3", 1, ["--ckpt-step 3", "--load DIR"], None),
     ("--keep-last 2", 1, ["--keep-last 2", "--save DIR"], None),
     ("--load {folder}/empty --exit-on-missing-checkpoint", 1,

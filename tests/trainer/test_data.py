@@ -305,6 +305,28 @@ def test_data_per_split(tmp_path):
     assert test is None
 
 
+def lengths_of_files(folder: Path, packed: bool) -> tuple[str, list[list[int]]]:
+    """Of two files: the error if too many samples are asked for, and the lengths with and without its weights."""
+    prefixes = []
+    for documents in (40, 10):
+        (part := folder / str(documents)).mkdir()
+        prefixes.append(corpus(part, documents))
+    args = arguments(folder, data_path=prefixes, pack_documents=packed)
+    lengths = [[len(data) for data in datasets(args, 20, 4, 0)[:2]]]
+    with pytest.raises(UsageError) as refused:
+        datasets(args, 20, 400, 0)
+    args.data_path = str(refused.value).split("; give --data-path ")[1].split()
+    assert args.data_path[1::2] == prefixes and int(args.data_path[0]) > int(args.data_path[2])
+    return str(refused.value), [*lengths, [len(data) for data in datasets(args, 20, 400, 0)[:2]]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_files_without_weights_are_read_once(tmp_path, ranks, packed):
+    error, (once, weighted) = ranks(1, lengths_of_files, tmp_path, packed)[0]
+    assert once == [20, 4] and weighted[0] >= 20 and weighted[1] >= 400
+    assert re.match(r"--data-path \S+ \S+: .* gives \d\d of 400 samples for valid;", error)
+
+
 def test_replaced_data_does_not_meet_the_old_cache(tmp_path):
     args = arguments(tmp_path, data_path=[corpus(tmp_path, documents=40)], split="100,0,0")
     assert datasets(args, 8, 0, 0)[0].document_index.max() == 39

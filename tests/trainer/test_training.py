@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.trainer import log, setup
+from megatron.context_parallel.trainer.checkpoint.train_state import Progress
 from tests.support import flags_case, training_case
 from tests.support.training_spreads import CP, KEPT, PP, RECOMPUTED, SPREADS, TP, check_spread, train_from
 from tests.support.training_spreads import reference as reference  # a fixture
@@ -204,6 +205,21 @@ def test_flops():
 def test_metrics_of_iterations_to_be_done_again_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
-    with log._resume_metrics(path, 2) as file:
+    with log._resume_metrics(path, 3) as file:
         file.write('{"iteration": 3, "again": 1}\n')
     assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3, "again": 1}\n'
+
+
+def evaluate_earlier(folder: str) -> None:
+    """Evaluates the checkpoint of iteration 1 in the folder of a run that went on to iteration 3."""
+    args = training_case.case_args("llama", save=folder, skip_train=True, peak_tflops=1.0, wandb_project=None)
+    run = log.RunLog(args, Progress(iteration=1))
+    run.evaluation_done(1, "test", 4.5)
+    run.close()
+
+
+def test_an_evaluation_alone_keeps_the_metrics_of_later_iterations(ranks, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"iteration": 1}\n{"iteration": 3}\n')
+    ranks(1, evaluate_earlier, str(tmp_path))
+    assert path.read_text() == '{"iteration": 1}\n{"iteration": 3}\n{"iteration": 1, "test_loss": 4.5}\n'

@@ -173,6 +173,13 @@ def test_the_batch_grows_as_megatrons(monkeypatch):
 RAMP = {"rampup_batch_size": [2, 1, 6], "global_batch_size": 4, "train_samples": 20, "micro_batch_size": 1}
 
 
+OTHER_BATCHES = [  # of a run that resumes in the ramp-up, and the error: the iterations so far had other batches
+    ({"rampup_batch_size": None}, "no --rampup-batch-size: .* with --rampup-batch-size 2 1 6, .* give .* 2 1 6"),
+    ({"rampup_batch_size": [2, 2, 6]}, "--rampup-batch-size 2 2 6: .*; give --rampup-batch-size 2 1 6"),
+    ({"global_batch_size": 5}, "--global-batch-size 5: .*; give --global-batch-size 4"),
+]
+
+
 def ramp_up(directory: str) -> tuple[list[float], list[float], list[int]]:
     """Losses of a run and of one that stops and resumes in the ramp-up; the consumed samples by iteration."""
     consumed = []
@@ -187,6 +194,10 @@ def ramp_up(directory: str) -> tuple[list[float], list[float], list[int]]:
         whole = training_case.train("llama", train_iters=6, **RAMP)
         first = training_case.train("llama", train_iters=6, exit_interval=2, save=directory, **RAMP)
         then = training_case.train("llama", train_iters=6, load=directory, **RAMP)
+        for change, named in OTHER_BATCHES:
+            with pytest.raises(UsageError, match=f"^{named}, or --train-iters$"):
+                changed = RAMP | {"load": directory, "override_data_order": True} | change
+                training_case.train("llama", train_iters=6, **changed)
     return whole.losses, first.losses + then.losses, consumed
 
 

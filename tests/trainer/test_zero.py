@@ -1,6 +1,7 @@
 """Kinds of sharding (optimizer, gradients, weights): none changes the run, and each resumes from any other."""
 
 import pytest
+import torch
 
 from tests.support import zero_case
 
@@ -25,6 +26,19 @@ def test_a_run_that_changes_hands_is_that_of_plain_ddp(ranks, tmp_path):
         for run in ranks(4, zero_case.train, "llama", zero_case.WAYS[way] | how | checkpoints | {"train_iters": steps}):
             assert run[0] == pytest.approx(losses[start:end], rel=1e-6), way
             assert run[1] == pytest.approx(norms[start:end], rel=1e-6), way
+
+
+def test_a_run_in_float32_begins_with_the_float32_weights_of_one_in_16_bits(ranks, tmp_path):
+    """A checkpoint has its weights in both. Each rank restores its share of those in float32. The norm has no limit."""
+    half = {"bf16": True, "params_dtype": torch.bfloat16, "exit_interval": 2, "save": str(tmp_path)}
+    ranks(2, zero_case.train, "llama", half)
+    found = []
+    for way in ("plain", "distributed optimizer", "optim_grads_params", "torch_fsdp2"):
+        how = zero_case.WAYS[way] | {"load": str(tmp_path), "train_iters": 3, "clip_grad": 0.0}
+        found += ranks(2, zero_case.train, "llama", how)
+    for losses, norms in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-6)
+        assert norms == pytest.approx(found[0][1], rel=1e-6)
 
 
 def test_ranks_without_rows_of_a_weight_give_no_kernel_an_empty_tensor(ranks):

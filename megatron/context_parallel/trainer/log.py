@@ -71,13 +71,14 @@ class RunLog:
 
     def _open(self, iteration: int) -> None:
         args = self.args
+        again = None if args.skip_train else iteration + 1  # the first iteration that is logged again
         if args.save:
-            self.metrics = _resume_metrics(Path(args.save) / "metrics.jsonl", iteration)
+            self.metrics = _resume_metrics(Path(args.save) / "metrics.jsonl", again or math.inf)
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
             threading.excepthook = _quiet_about_tensorboard
-            self.tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=iteration + 1)
+            self.tensorboard = SummaryWriter(args.tensorboard_dir, purge_step=again)
         if args.wandb_project:
             self.wandb = _start_wandb(args)
         if sys.stdout.isatty():
@@ -229,11 +230,11 @@ def _memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _resume_metrics(path: Path, iteration: int):
-    """The file, open for appending, without the lines of iterations that the resumed run will repeat."""
+def _resume_metrics(path: Path, again: float):
+    """The file, open for appending, without the lines of iterations from `again` on, which the run will repeat."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in old if line.endswith("\n") and _iteration_of(line) <= iteration]
+    kept = [line for line in old if line.endswith("\n") and _iteration_of(line) < again]
     if kept != old:
         draft = path.with_suffix(".incomplete")  # keeps the old file if the disk is full
         draft.write_text("".join(kept))

@@ -67,9 +67,18 @@ def _check_optimizer_on_host(args: Arguments) -> Iterator[UsageError]:
 
 def _check_megatron_fsdp(args: Arguments) -> Iterator[UsageError]:
     sharding, tensor = args.data_parallel_sharding_strategy, args.tensor_model_parallel_size
+    instances = args.num_distributed_optimizer_instances
+    alone = args.data_parallel_size * args.context_parallel_size == instances
     if sharding == "no_shard":
         why = "Megatron-FSDP fails without --data-parallel-sharding-strategy"
-        yield refusal(args, "use_megatron_fsdp", why, data_parallel_sharding_strategy="optim_grads_params")
+        works = "optim" if alone else "optim_grads_params"
+        yield refusal(args, "use_megatron_fsdp", why, data_parallel_sharding_strategy=works)
+    elif sharding != "optim" and alone:
+        why = "Megatron-FSDP counts gradients more than once where one rank alone shares them"
+        if instances > 1:
+            yield refusal(args, "num_distributed_optimizer_instances", why, num_distributed_optimizer_instances=1)
+        else:
+            yield refusal(args, "data_parallel_sharding_strategy", why, data_parallel_sharding_strategy="optim")
     if args.outer_dp_sharding_strategy != "no_shard":
         why = "Megatron-FSDP computes a wrong gradient norm with it"
         yield refusal(args, "outer_dp_sharding_strategy", why, outer_dp_sharding_strategy="no_shard")

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.context_parallel.patches.megatron_offloaded_optimizer import prime_offloaded
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
-from .sharded_weights import RowSharding, copy_share, described, empty, gather_rows, install_weights, rows_of
+from .sharded_weights import RowSharding, copy_share, described, empty, gather_rows, rows_of
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 # Of a group of parameters; the schedule sets lr and weight decay.
@@ -64,7 +64,6 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
             rows = rows_of(parameter)
             for kind, tensor in _states(parts, parameter).items():
                 copy_share(tensor, loaded["param_state"][f"{number}.{name}"][kind], rows)
-        install_weights(chunk)
     step = loaded["optimizer"]["param_groups"][0]["step"]
     for part in parts:
         for state in part.optimizer.state.values():

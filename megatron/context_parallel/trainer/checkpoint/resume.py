@@ -1,5 +1,6 @@
 """A resumed run must have the model of its checkpoint and, unless told otherwise, the same order of data."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -54,6 +55,7 @@ def check_resume(args: Arguments, saved: dict) -> str | None:
     _check_optimizer(args, saved)
     refused = _decisions(args, saved)
     now = plain_args(args)
+    _check_start(args, saved, now)
     told = []
     for name, flag in FLAGS.items():
         if name not in saved or name not in now or saved[name] == now[name]:
@@ -62,9 +64,6 @@ def check_resume(args: Arguments, saved: dict) -> str | None:
             _refuse(args, flag, now[name], saved[name])
         if flag.decides == "model" or (not args.finetune and (name in _TOLD or flag.decides == "data order")):
             told.append(f"{_written(flag, now[name])} (was {_short(flag, saved[name])})")
-    if not args.finetune and now.get("train_samples") and saved["global_batch_size"] != now["global_batch_size"]:
-        why = f"the checkpoint was saved with {saved['global_batch_size']}, and --train-samples counts such batches"
-        refuse(args, "global_batch_size", why, global_batch_size=saved["global_batch_size"])
     what = "finetuning" if args.finetune else "resuming"
     return f"{what} with changed flags: {', '.join(told)}" if told else None
 
@@ -74,6 +73,22 @@ def _check_optimizer(args: Arguments, saved: dict) -> None:
     if restored and saved.get("use_distributed_optimizer") is False and "use_torch_fsdp2" not in saved:
         why = "it was saved without --use-distributed-optimizer by a version with another optimizer format"
         raise UsageError(f"--load {args.load}: {why}; give --no-load-optim")
+
+
+def _check_start(args: Arguments, saved: dict, now: dict) -> None:
+    """Reject what would continue the run from another point than that of the checkpoint."""
+    if args.finetune:
+        if saved.get("finetune") and args.save and os.path.realpath(args.save) == os.path.realpath(args.load or ""):
+            why = f"--load {args.load} and --save are the folder of a run with this flag, which would begin anew"
+            raise UsageError(f"--finetune: {why}; leave it out to resume, or give another --save")
+        return
+    for name in ("global_batch_size", "rampup_batch_size") if args.train_samples else ():
+        before = saved.get(name, now[name])
+        if before != now[name]:
+            flag = FLAGS[name]
+            advice = f"leave out {flag.option}" if before is None else f"give {_written(flag, before)}"
+            why = f"the checkpoint was saved with {_written(flag, before)}, and --train-samples counts such batches"
+            raise UsageError(f"{_written(flag, now[name])}: {why}; {advice}, or --train-iters")
 
 
 def _decisions(args: Arguments, saved: dict) -> set[str]:

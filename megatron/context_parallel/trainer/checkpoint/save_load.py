@@ -31,7 +31,7 @@ from .optimizer_state import METADATA, load_optimizer
 from .plain_read import plain_reads
 from .publish import publish
 from .resume import check_resume, check_samples
-from .sharded_weights import load_weights
+from .sharded_weights import install_weights, load_weights
 from .storage import begin_save, cause_of, raise_kept
 from .store import (
     choose_checkpoint,
@@ -210,7 +210,9 @@ def load_checkpoint(args: Arguments, state: TrainState) -> bool:
         load_weights(chunk, loaded[f"model{index}"] | absent[index])
     if optimizer:
         load_optimizer(state.optimizer, state.model, loaded["optimizer"])
-    else:
+    for chunk in state.model:
+        install_weights(chunk)
+    if not optimizer:
         state.optimizer.reload_model_params()
     if generators and not set_generators(loaded["rng"]):
         say("warning: saved on another kind of device, so the random generators keep their fresh seeds")

@@ -47,18 +47,23 @@ def sharded_weights(chunk: DataParallel, loading: bool) -> dict[str, ShardedBase
 
 
 def load_weights(chunk: DataParallel, loaded: dict[str, Any]) -> None:
-    """Restore the weights of a model chunk from a loaded state dict."""
+    """Restore the weights of a model chunk from a loaded state dict. FSDP has them after `install_weights` only."""
     if isinstance(chunk, DistributedDataParallel):
         chunk.module.load_state_dict(loaded)
         return
     for name, _, parameter in described(chunk):
         copy_share(parameter, loaded[name], rows_of(parameter))
-    install_weights(chunk)
 
 
 def install_weights(chunk: DataParallel) -> None:
-    """Copy the weights that the optimizer updates into those that the model chunk computes with."""
-    if not isinstance(chunk, DistributedDataParallel | TorchFSDP2):
+    """Let a model chunk compute with the weights of its optimizer, of which each rank may have restored its share only.
+
+    Call it once, when all is restored: FSDP keeps what it has gathered until the next forward pass.
+    """
+    if isinstance(chunk, DistributedDataParallel):
+        if chunk.ddp_config.use_distributed_optimizer:
+            chunk.start_param_sync(force_sync=True)
+    elif not isinstance(chunk, TorchFSDP2):
         chunk.module.install_optimized_model_weights()
         chunk.start_param_sync()
 

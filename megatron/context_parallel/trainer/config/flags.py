@@ -392,7 +392,8 @@ class Data(FlagSection, title="data"):
     """files, tokenizer and order of the tokens"""
 
     data_path: list[str] | None = data_order(
-        "prefixes of .bin/.idx files from tools/preprocess_data.py, or chats of --sft, optionally each after a weight",
+        "prefixes of .bin/.idx files from tools/preprocess_data.py, or chats of --sft, optionally each after a weight; "
+        "several without weights are read once",
         unit="PREFIX",
     )
     mock_data: bool = data_order("train on generated documents of tokens 1, 2, 3, ...", False, excludes="data_path")

@@ -21,6 +21,7 @@ from megatron.core.datasets.indexed_dataset import get_idx_path
 from megatron.core.datasets.utils import Split, get_blend_from_list
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from megatron.context_parallel.cli.flag_checks import refuse
 from megatron.context_parallel.cli.layer_list import chosen_layers
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.placement_costs import costs_of_run
@@ -56,8 +57,8 @@ def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple
     A sample is a dict of tensors of length `args.seq_length`: `tokens`, `labels` and `position_ids` int64,
     `loss_mask` float32. With `--sft` or `--pack-documents` it also has `document_ids` (`PackedDocuments`).
 
-    Raises UsageError if a requested split contains no token, if no data is named, if the cache is not writable, or if
-    chats are wrong.
+    Raises UsageError if a requested split contains no token, if no data is named, if files without weights have too few
+    samples, if the cache is not writable, or if chats are wrong.
     """
     config = _dataset_config(args, tokenizer)
     for split in Split:
@@ -74,6 +75,7 @@ def build_datasets(args: Arguments, tokenizer, train_val_test_num_samples: tuple
         builder = BlendedMegatronDatasetBuilder(kind, train_val_test_num_samples, _always, config)
         datasets = tuple(builder.build())
         _on_first_rank(partial(record, cache))
+    _check_lengths(args, datasets, train_val_test_num_samples)
     return datasets
 
 
@@ -183,6 +185,19 @@ def _empty_split(args: Arguments, split: str, prefix: str, documents: int) -> st
     else:
         remedy = "more documents, a larger share such as --split 80,10,10, or --eval-iters 0"
     return f"--split {args.split} leaves no token of {prefix} ({documents} documents) for {split}; give {remedy}"
+
+
+def _check_lengths(args: Arguments, datasets: Splits, requested: tuple[int, int, int]) -> None:
+    """Reject several files without weights if they have too few samples: megatron-core reads each of them once."""
+    for split, dataset, needed in zip(Split, datasets, requested, strict=True):
+        if not isinstance(dataset, BlendedDataset) or len(dataset) >= needed:
+            continue
+        name = f"{split.name}_data_path" if args.train_data_path else "data_path"
+        weighted = []
+        for prefix, own in zip(getattr(args, name), dataset.datasets, strict=True):
+            weighted += [len(own), prefix]
+        why = f"files without weights are read once, which gives {len(dataset)} of {needed} samples for {split.name}"
+        refuse(args, name, why, **{name: weighted})
 
 
 class MicroBatches(Sampler[range]):

@@ -1,5 +1,6 @@
 """From the arguments to megatron-core's objects: model chunks, optimizer, learning-rate schedule."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -196,7 +197,8 @@ def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[Data
 
 def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer of these chunks, and the schedule of its learning rate and weight decay (in samples)."""
-    given = fields_given(args, OptimizerConfig)
+    # 0 means no limit. With 0, megatron-core does not compute the norm in Megatron-FSDP's optimizer.
+    given = fields_given(args, OptimizerConfig) | {"clip_grad": args.clip_grad or math.inf}
     if args.use_torch_fsdp2:  # its weights are already float32
         given |= {"bf16": False, "params_dtype": torch.float32, "optimizer_cpu_offload": False}
     config = OptimizerConfig(**given)

@@ -37,7 +37,7 @@ class HostOptimizer(FP32Optimizer):
         """Clips the gradients and updates the weights. Returns (True, gradient norm of all ranks, None)."""
         norm = self.get_grad_norm()
         scale = self.config.clip_grad / (norm + 1e-6)  # as megatron-core
-        if self.config.clip_grad > 0 and scale < 1:
+        if scale < 1:
             scale_each(self._gradients(), scale)
         self.optimizer.step()
         return True, norm, None
