@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -25,10 +25,12 @@ from tests.support.ranks import Ranks
 from tests.support.session_case import VOCABULARY, model, poison, session, start
 
 RANKS = 4
-BOUNDS = {"auto": 2e-5, "int8": 0.2, "fp8": 0.4}  # of the relative error of a row of logits, by kv_cache_dtype
+BOUNDS = {"auto": 2e-5, "int8": 0.2, "fp8": 0.5}  # of the relative error of a row of logits, by kv_cache_dtype
+APART = 0.05  # the same from one context rank, with keys and values in 8 bits: few numbers are rounded the other way
 PREFILL = ("pass-kv", "pass-q", "pass-q-all-to-all", "empirical")
 LONGEST = 200  # tokens of a sequence
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+Passes = list[dict[int, list[tuple[list[int], Tensor]]]]  # for each pass and sequence some positions and their logits
 
 
 @dataclass
@@ -128,8 +130,8 @@ def _of_model(case: Case) -> dict[str, Any]:
     return case.changes | {"activation_func": ACTIVATIONS[case.changes["activation_func"]]}
 
 
-def live(case: Case) -> list[dict[int, list[tuple[list[int], Tensor]]]]:
-    """For each pass and sequence what this rank has: positions, and logits [positions, vocabulary]."""
+def live(case: Case) -> Passes:
+    """What this rank has of each pass."""
     start(case.tensor)
     of, found = session(case.positions, changes=_of_model(case), **case.how), []
     for event in case.events:
@@ -188,28 +190,45 @@ def _logits(built, text: list[int]) -> Tensor:
 # ------------------------------------------------------------------------------------------------ the comparison
 
 
-def check(ranks: Ranks, case: Case) -> tuple[float, int]:
-    """The largest relative error of a row of logits, and how many rows were compared.
+def check(ranks: Ranks, case: Case) -> tuple[float, float, int]:
+    """The largest relative error of a row of logits, the largest difference from one context rank with keys in 8 bits,
+    and how many rows were compared.
 
     Raises:
         AssertionError: logits are missing, or ranks have too many.
     """
     expected = ranks(case.tensor, whole, case)[0]
     of_ranks = ranks(case.tensor * case.context, live, case)
+    error, count = largest_error(of_ranks, expected)
     passes = [event for event in case.events if isinstance(event, Append)]
-    worst, count = 0.0, 0
     for number, at_once in enumerate(zip(*of_ranks, strict=True)):
         rows = Counter[int]()
         for sequence, parts in [part for of_rank in at_once for part in of_rank.items()]:
-            for positions, logits in parts:
-                rows[sequence] += len(positions)
-                wanted = expected[number][sequence][positions]
-                error = (logits - wanted).norm(dim=1) / wanted.norm(dim=1)
-                worst = max([worst, *error.nan_to_num(torch.inf).tolist()])
-        new = passes[number].new
-        due = {s: case.tensor * (1 + len(new[s]) * (s in passes[number].scored)) for s in new}
+            rows[sequence] += sum(len(positions) for positions, _ in parts)
+        new, scored = passes[number].new, passes[number].scored
+        due = {s: case.tensor * (1 + len(new[s]) * (s in scored)) for s in new}
         assert rows == due, f"pass {number} has {dict(rows)} rows of logits, not {due}"
-        count += rows.total()
+    if case.how["kv_cache_dtype"] == "auto" or case.context == 1:
+        return error, 0.0, count
+    alone = ranks(case.tensor, live, replace(case, context=1))[0]
+    for number, at_once in enumerate(alone[: len(of_ranks[0])]):
+        for sequence, parts in at_once.items():
+            for positions, logits in parts:
+                expected[number][sequence][positions] = logits
+    return error, largest_error([of_rank[: len(alone)] for of_rank in of_ranks], expected)[0], count
+
+
+def largest_error(of_ranks: list[Passes], expected: list[dict[int, Tensor]]) -> tuple[float, int]:
+    """The largest relative error of a row of logits, and how many there are."""
+    worst, count = 0.0, 0
+    for of_rank in of_ranks:
+        for at_once, wanted in zip(of_rank, expected, strict=False):  # it may have ended early
+            for sequence, parts in at_once.items():
+                for positions, logits in parts:
+                    exact = wanted[sequence][positions]
+                    errors = (logits - exact).norm(dim=1) / exact.norm(dim=1)
+                    worst = max([worst, *errors.nan_to_num(torch.inf).tolist()])
+                    count += len(positions)
     return worst, count
 
 
@@ -219,15 +238,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--only", type=int, help="only the session of this number")
     args = parser.parse_args()
-    ranks, largest, rows, failed = Ranks(RANKS), Counter[str](), 0, 0
+    ranks, largest, most_apart, rows, failed = Ranks(RANKS), Counter[str](), 0.0, 0, 0
     until, number = time.monotonic() + args.seconds, args.only or 0
     while time.monotonic() < until:
         case = draw(Random(f"{args.seed} {number}"))
         form = case.how["kv_cache_dtype"]
         try:
-            error, count = check(ranks, case)
-            wrong = f"off by {error:.1e}" if error > BOUNDS[form] else ""
-            largest[form], rows = max(largest[form], error), rows + count
+            error, apart, count = check(ranks, case)
+            wrong = f"off by {error:.1e}, {apart:.1e} from one rank" if error > BOUNDS[form] or apart > APART else ""
+            largest[form], most_apart, rows = max(largest[form], error), max(most_apart, apart), rows + count
         except Exception as error:
             wrong = str(error)
         if wrong:
@@ -238,7 +257,8 @@ def main() -> int:
             break
     ranks.close()
     errors = ", ".join(f"{form} {error:.1e}" for form, error in sorted(largest.items()))
-    print(f"{number - (args.only or 0)} sessions, {rows} rows of logits, largest errors: {errors}; {failed} failed")
+    print(f"{number - (args.only or 0)} sessions, {rows} rows of logits, {failed} failed")
+    print(f"largest errors: {errors}; in 8 bits from one rank {most_apart:.1e}")
     return int(failed > 0)
 
 

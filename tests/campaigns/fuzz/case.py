@@ -14,7 +14,7 @@ MOST_SPLIT_IN_ROUNDS = 8  # head-parallel ranks; with more, there would be too m
 KERNELS = {"float64": ("default", "reference", "runs"), "float32": ("default", "default", "runs")}
 LONGEST = 600  # tokens; the oracle's matrices have the square of it
 HEAD_DIMS = (1, 2, 4, 5, 8, 16, 16, 32, 64, 64, 80, 128, 192, 256)
-LONG = 2500  # of one in 20 calls, which have few heads: kernels cut blocks of more than 256 rows into tiles
+LONG = 2500  # of some calls, which have few heads: kernels cut blocks of more than 256 rows into tiles
 
 
 @dataclass
@@ -199,7 +199,7 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
     length = unit * max(1, min(size, LONGEST // unit))
     call = Call(random.randrange(10**6), length, heads, kv_heads, random.choice(HEAD_DIMS))
     call.batch = random.choice((1, 2)) if length * heads > 3000 else random.randint(1, 5)
-    if LONG // unit * unit > LONGEST and heads <= 4 and random.random() < 0.1:
+    if LONG // unit * unit > LONGEST and heads <= 4 and random.random() < 0.05:
         call.batch, call.length = 1, unit * random.randint(1 + LONGEST // unit, LONG // unit)
         length = call.length
     call.dtype = random.choice(("float32", "float32", "float64", "bfloat16"))
