@@ -20,7 +20,7 @@ from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.step.attention_pass import attention_only, attention_seconds
-from megatron.context_parallel.cluster.step.train_config import TrainConfig
+from megatron.context_parallel.cluster.step.train_config import TrainConfig, loss_chunk
 from megatron.context_parallel.commands import plan_search as plan_search_module
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.commands.plan_search import OFF, flags, kind_of, model_name
@@ -30,6 +30,7 @@ from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
+from megatron.context_parallel.trainer.config.workload import run_of
 from megatron.context_parallel.trainer.dry_run import describe
 from tests.support.box import BOX, BOX_TEXT
 from tests.support.exact import errors, exact, gradients, problem
@@ -395,6 +396,23 @@ def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
     words += f"{flags(runs[0], sharded)} --num-experts 8 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
     args = parse_args(words.split())
     assert (args.expert_model_parallel_size, args.moe_token_dispatcher_type) == (4, "alltoall")
+
+
+def test_the_flags_of_a_run_give_that_run(monkeypatch):
+    """A dry run with them predicts the same memory and time."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    model, cluster = preset_model("llama3-8b", 131072), load_cluster("dgx-h100").part(8)
+    how = {"cp_strategy": "ulysses", "cross_entropy_chunk_size": loss_chunk(model.padded_vocab_size)}
+    base = TrainConfig(seq_length=131072, context_parallel_size=8, **how)
+    words = "--preset llama3-8b --seq-length 131072 --micro-batch-size 1 --dry-run --device-memory 80GB"
+    for run, dtype in product(step_search._variants(model, base, cluster), ("bf16", "fp16")):
+        own = replace(run, dtype=dtype)
+        given = f"{words} --{dtype} {flags(own, model)}".split()
+        if step_search.FeasibleRun(own, None).trains:
+            assert run_of(parse_args(given)) == own
+        else:
+            with pytest.raises(UsageError, match="--fp16: not supported with FSDP"):
+                parse_args(given)
 
 
 def test_runs_in_fp8_are_those_that_the_trainer_accepts():
