@@ -16,6 +16,7 @@ from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search import step_search
 from megatron.context_parallel.cluster.search.auto import headline, resolve
 from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
+from megatron.context_parallel.cluster.search.layer_search import search_layers
 from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
@@ -245,6 +246,11 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
     assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp_layers[0].spec == spec
     describe(parse_args(TRAINER.split()))
     assert "--cp-strategy auto: the run measures its cluster when it starts" in capsys.readouterr().out
+    some = f"{flags} --window-size 64,0 --window-attn-skip-freq 2 --cp-layout contiguous"
+    describe(parse_args(some.split()))
+    assert "--cp-strategy auto: chose --cp-strategy " in capsys.readouterr().out
+    with pytest.raises(UsageError, match="auto: for documents it compares strategies for one window"):
+        parse_args(f"{some} --reset-attention-mask".split())
 
 
 @pytest.mark.parametrize(
@@ -567,6 +573,30 @@ def test_a_mask_counts():
     _, least = fastest(some, GroupDevices(SLOW), narrow, most=0)
     times, _ = fastest(some, GroupDevices(SLOW), narrow, most=len(some))
     assert all(least[spec] <= found.seconds * (1 + 1e-9) for spec, found in times.items())
+
+
+def test_layers_with_and_without_a_window_count_by_their_number():
+    """A choice for one in four layers without a window, against candidates."""
+    model = replace(MODEL, num_attention_heads=8, num_query_groups=8, kv_channels=64, window_size=512, full_layers=1)
+    run, fixed = (
+        TrainConfig(seq_length=4096, context_parallel_size=8),
+        {"head_parallel_size": 1, "layout": "contiguous"},
+    )
+    kinds = (replace(model, window_size=None, full_layers=0), 1), (replace(model, full_layers=0), 3)
+
+    def mean(spec: str) -> float:
+        own = replace(run, cp_strategy=spec), SLOW
+        return sum(
+            layers / 4 * attention_seconds(kind, *own, backward).seconds
+            for kind, layers in kinds
+            for backward in (False, True)
+        )
+
+    found = search_layers(model, run, GroupDevices(SLOW), fixed, 2**30)
+    first = next(iter(found.ranked))
+    assert found.ranked[first].seconds == pytest.approx(mean(first))
+    workload = Workload(4096, 8, 8, 64, mask=Mask(True, (512, 0)))
+    assert mean(first) <= min(mean(one.choice.spec) for one in every(workload, 8, **fixed)[::4]) * (1 + 1e-9)
 
 
 def test_a_more_complicated_choice_must_gain_more_than_predictions_are_off():
