@@ -13,9 +13,11 @@ from pathlib import Path
 
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search.candidates import Workload
-from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory
+from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest
+from megatron.context_parallel.cluster.step.block_memory import gradient_swap_bytes, packed_bytes
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.ir import Plan, T
+from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.strategies import parse_spec
 
@@ -56,6 +58,15 @@ def sent_by(plan: Plan, place: int, shape: Shape) -> int:
     return round(plan.turns * total)
 
 
+def held_bytes(plan: Plan, shape: Shape) -> int:
+    """Bytes of chunks, partials and swapped heads of one attention at once, of the first or the last rank."""
+    most = max(peak_bytes(plan, rank, shape) for rank in {0, plan.n - 1}) + packed_bytes(plan, shape)
+    if plan.backward and plan.keeps_swapped:
+        own = chunk_bytes(plan, T.Q, shape, swap=False) + chunk_bytes(plan, T.KV, shape, swap=False)
+        most = max(most, own + gradient_swap_bytes(plan, shape))
+    return round(most)
+
+
 def row(name: str, ranks: int, length: int, kv_heads: int, timed: bool) -> dict:
     """What is predicted of a strategy, forward and backward together: bytes sent, bytes held at once, seconds."""
     shown = {"strategy": name, "ranks": ranks, "tokens": length, "kv_heads": kv_heads}
@@ -65,7 +76,7 @@ def row(name: str, ranks: int, length: int, kv_heads: int, timed: bool) -> dict:
         plans = [choice.plan(ranks, backward=way, heads=HEADS, kv_heads=kv_heads) for way in (False, True)]
     except UsageError:
         return shown | {"refused": True}
-    shown |= {"memory": max(memory(plan, workload) for plan in plans)}
+    shown |= {"memory": max(held_bytes(plan, workload.shape(ranks)) for plan in plans)}
     if not timed:
         return shown
     cluster = load_cluster(CLUSTER)

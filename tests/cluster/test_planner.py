@@ -16,11 +16,12 @@ from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.search import step_search
 from megatron.context_parallel.cluster.search.auto import headline, resolve
 from megatron.context_parallel.cluster.search.candidates import Candidate, Workload, candidates
+from megatron.context_parallel.cluster.search.layer_search import search_layers
 from megatron.context_parallel.cluster.search.plainness import SURE, plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, fastest, memory, search
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.cluster.step.attention_pass import attention_only, attention_seconds
-from megatron.context_parallel.cluster.step.train_config import TrainConfig
+from megatron.context_parallel.cluster.step.train_config import TrainConfig, loss_chunk
 from megatron.context_parallel.commands import plan_search as plan_search_module
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.commands.plan_search import OFF, flags, kind_of, model_name
@@ -30,6 +31,7 @@ from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model
+from megatron.context_parallel.trainer.config.workload import run_of
 from megatron.context_parallel.trainer.dry_run import describe
 from tests.support.box import BOX, BOX_TEXT
 from tests.support.exact import errors, exact, gradients, problem
@@ -244,6 +246,11 @@ def test_trainer_takes_what_is_fastest(ranks, tmp_path, capsys):
     assert parse_args(f"{TRAINER.replace('auto', spec)}".split()).cp_layers[0].spec == spec
     describe(parse_args(TRAINER.split()))
     assert "--cp-strategy auto: the run measures its cluster when it starts" in capsys.readouterr().out
+    some = f"{flags} --window-size 64,0 --window-attn-skip-freq 2 --cp-layout contiguous"
+    describe(parse_args(some.split()))
+    assert "--cp-strategy auto: chose --cp-strategy " in capsys.readouterr().out
+    with pytest.raises(UsageError, match="auto: for documents it compares strategies for one window"):
+        parse_args(f"{some} --reset-attention-mask".split())
 
 
 @pytest.mark.parametrize(
@@ -395,6 +402,23 @@ def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
     words += f"{flags(runs[0], sharded)} --num-experts 8 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 0.01"
     args = parse_args(words.split())
     assert (args.expert_model_parallel_size, args.moe_token_dispatcher_type) == (4, "alltoall")
+
+
+def test_the_flags_of_a_run_give_that_run(monkeypatch):
+    """A dry run with them predicts the same memory and time."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    model, cluster = preset_model("llama3-8b", 131072), load_cluster("dgx-h100").part(8)
+    how = {"cp_strategy": "ulysses", "cross_entropy_chunk_size": loss_chunk(model.padded_vocab_size)}
+    base = TrainConfig(seq_length=131072, context_parallel_size=8, **how)
+    words = "--preset llama3-8b --seq-length 131072 --micro-batch-size 1 --dry-run --device-memory 80GB"
+    for run, dtype in product(step_search._variants(model, base, cluster), ("bf16", "fp16")):
+        own = replace(run, dtype=dtype)
+        given = f"{words} --{dtype} {flags(own, model)}".split()
+        if step_search.FeasibleRun(own, None).trains:
+            assert run_of(parse_args(given)) == own
+        else:
+            with pytest.raises(UsageError, match="--fp16: not supported with FSDP"):
+                parse_args(given)
 
 
 def test_runs_in_fp8_are_those_that_the_trainer_accepts():
@@ -549,6 +573,30 @@ def test_a_mask_counts():
     _, least = fastest(some, GroupDevices(SLOW), narrow, most=0)
     times, _ = fastest(some, GroupDevices(SLOW), narrow, most=len(some))
     assert all(least[spec] <= found.seconds * (1 + 1e-9) for spec, found in times.items())
+
+
+def test_layers_with_and_without_a_window_count_by_their_number():
+    """A choice for one in four layers without a window, against candidates."""
+    model = replace(MODEL, num_attention_heads=8, num_query_groups=8, kv_channels=64, window_size=512, full_layers=1)
+    run, fixed = (
+        TrainConfig(seq_length=4096, context_parallel_size=8),
+        {"head_parallel_size": 1, "layout": "contiguous"},
+    )
+    kinds = (replace(model, window_size=None, full_layers=0), 1), (replace(model, full_layers=0), 3)
+
+    def mean(spec: str) -> float:
+        own = replace(run, cp_strategy=spec), SLOW
+        return sum(
+            layers / 4 * attention_seconds(kind, *own, backward).seconds
+            for kind, layers in kinds
+            for backward in (False, True)
+        )
+
+    found = search_layers(model, run, GroupDevices(SLOW), fixed, 2**30)
+    first = next(iter(found.ranked))
+    assert found.ranked[first].seconds == pytest.approx(mean(first))
+    workload = Workload(4096, 8, 8, 64, mask=Mask(True, (512, 0)))
+    assert mean(first) <= min(mean(one.choice.spec) for one in every(workload, 8, **fixed)[::4]) * (1 + 1e-9)
 
 
 def test_a_more_complicated_choice_must_gain_more_than_predictions_are_off():

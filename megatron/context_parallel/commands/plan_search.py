@@ -191,7 +191,7 @@ def flags(run: TrainConfig, model: "ModelShape", placed: bool = False) -> str:
         words += [f"--num-distributed-optimizer-instances {copies}"] if copies > 1 else []
     elif sharding != "no_shard":
         words.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}")
-    if sharding in SHARDING[:2]:  # Megatron-FSDP overlaps by default
+    if sharding in SHARDING[:2]:  # Megatron-FSDP always overlaps what it shards, but for the optimizer
         words += ["--overlap-grad-reduce"] if run.overlap_grad_reduce else []
         words += ["--overlap-param-gather"] if run.overlap_param_gather else []
     if run.recompute_granularity == "full":

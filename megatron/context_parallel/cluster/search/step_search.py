@@ -45,10 +45,11 @@ class FeasibleRun(NamedTuple):
 
     @property
     def trains(self) -> bool:
-        """Whether the trainer can run it: Megatron-FSDP has neither a pipeline nor tensor-parallel ranks, nor FP8."""
+        """Whether the trainer can run it: Megatron-FSDP has no pipeline, tensor-parallel ranks, FP8 or fp16."""
         run = self.run
-        alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1 and run.fp8 is None
-        return alone or run.data_parallel_sharding_strategy in SHARDING[:2]
+        alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
+        shards_all = alone and run.fp8 is None and run.dtype != "fp16"
+        return shards_all or run.data_parallel_sharding_strategy in SHARDING[:2]
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _shardings(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
                 "data_parallel_sharding_strategy": sharding,
                 "num_distributed_optimizer_instances": copies,
                 "overlap_grad_reduce": run.sharers > 1,
-                "overlap_param_gather": sharding != SHARDING[0],
+                "overlap_param_gather": sharding in ("optim", "optim_grads_params"),  # as `run_of`
             }
 
 

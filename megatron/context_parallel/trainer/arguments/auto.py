@@ -11,6 +11,7 @@ from megatron.context_parallel.cli.run_main import announce
 from megatron.context_parallel.cluster.description import Cluster, for_tensors, load_cluster
 from megatron.context_parallel.cluster.search.auto import headline, measured
 from megatron.context_parallel.cluster.search.documents import DocumentsChoice, search_documents
+from megatron.context_parallel.cluster.search.layer_search import search_layers
 from megatron.context_parallel.cluster.search.planner import GroupDevices, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.fit import advice
@@ -83,7 +84,10 @@ def planned(args: Arguments, cluster: Cluster, batches: Sequence[Documents] = ()
     model, run, fixed, room = model_of(args), run_of(args), fixed_options(args), _room(args, cluster)
     first, *others = run.groups("context")
     place = GroupDevices(cluster.part(run.world_size), first, others)
-    found = search(workload_of(model, run), place, fixed, room)
+    if 0 < model.full_layers < model.num_layers:
+        found = search_layers(model, run, place, fixed, room)
+    else:
+        found = search(workload_of(model, run), place, fixed, room)
     without_documents = DocumentsChoice(found.best, args.cp_place_documents)
     if not batches or run.context_parallel_size == 1:
         return Decision(without_documents, headline(found))

@@ -89,8 +89,8 @@ def _check_special_layers(args: Arguments) -> Iterator[UsageError]:
     if len(chosen_layers(args.window_attn_skip_freq, args.num_layers)) != args.num_layers:
         why = f"must have a number for each of --num-layers {args.num_layers}"
         yield refusal(args, "window_attn_skip_freq", why, window_attn_skip_freq="2")
-    if not args.cp_layers:
-        why = "it compares strategies for one window; with --window-attn-skip-freq"
+    if not args.cp_layers and args.reset_attention_mask:
+        why = "for documents it compares strategies for one window; with --window-attn-skip-freq"
         yield refusal(args, "cp_strategy", why, cp_strategy="ring")
 
 

@@ -4,7 +4,7 @@ from megatron.context_parallel.cli.flag import fields_given
 from megatron.context_parallel.cli.layer_list import chosen_layers
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
-from megatron.context_parallel.cluster.step.train_config import TrainConfig
+from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig
 from megatron.context_parallel.strategies import Choice
 
 from .flags import Arguments, Flags
@@ -31,16 +31,21 @@ def model_from(flags: Flags, padded: int) -> ModelShape:
 
 def run_of(args: Arguments, choice: Choice | None = None) -> TrainConfig:
     """The training configuration of a run, with the strategy `choice` of some layers (default: of the first)."""
-    choices = [choice] if choice else args.cp_layers[:1]
-    given = fields_given(args, TrainConfig) | {
-        "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # a placeholder until it is chosen
-        "data_parallel_sharding_strategy": _sharding(args),
-        "recompute_modules": tuple(args.recompute_modules or ()),
-        "recompute_whitelist": tuple(args.recompute_whitelist or ()),
-        "offload_modules": tuple(args.offload_modules or ()),
-        "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        "implementation": _implementation(args),
-    }
+    choices, sharding = [choice] if choice else args.cp_layers[:1], _sharding(args)
+    given = (
+        fields_given(args, TrainConfig)
+        | {
+            "cp_strategy": choices[0].spec if choices else "ring:layout=contiguous",  # a placeholder until it is chosen
+            "data_parallel_sharding_strategy": sharding,
+            "overlap_grad_reduce": args.overlap_grad_reduce or sharding in SHARDING[2:],  # as both FSDPs do
+            "overlap_param_gather": args.overlap_param_gather or sharding == SHARDING[3],
+            "recompute_modules": tuple(args.recompute_modules or ()),
+            "recompute_whitelist": tuple(args.recompute_whitelist or ()),
+            "offload_modules": tuple(args.offload_modules or ()),
+            "dtype": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+            "implementation": _implementation(args),
+        }
+    )
     return TrainConfig(**given)
 
 
