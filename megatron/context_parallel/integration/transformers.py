@@ -212,7 +212,11 @@ class _Call:
     def _refuse(self, *_: object) -> Any:
         raise _OwnMask
 
-    __getattr__ = __getitem__ = __add__ = __radd__ = _refuse
+    __getattr__ = __add__ = __radd__ = _refuse
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> "_Call":
+        """The mask of all positions, which Gemma 4 asks for; others are refused."""
+        return self if all(part in (slice(None), slice(0, None)) for part in slices) else self._refuse()
 
     def __init__(self, function: MaskFunction) -> None:
         self._function: MaskFunction | None = function
