@@ -84,9 +84,14 @@ def test_options_that_need_whole_sequences_are_refused():
     from megatron.context_parallel import UsageError
     from megatron.context_parallel.integration.trainer import ContextParallelTrainer
 
-    plain = {"cp": None, "label_smoother": None, "compute_loss_func": None, "compute_metrics": None}
+    names = ("cp", "label_smoother", "neftune_noise_alpha", "compute_loss_func", "compute_metrics")
+    plain = dict.fromkeys(names)
     for name, message in (
         ("label_smoother", "label_smoothing_factor: it shifts labels that are sharded; give 0"),
+        (
+            "neftune_noise_alpha",
+            "neftune_noise_alpha: its noise depends on the number of tokens of a rank; leave it out",
+        ),
         ("compute_loss_func", "compute_loss_func: a rank has the logits of its own tokens only; leave it out"),
         ("compute_metrics", "compute_metrics: a rank has the logits of its own tokens only; leave it out"),
     ):

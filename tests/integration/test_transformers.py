@@ -169,23 +169,31 @@ def test_a_mask_function_is_understood_or_refused():
 
     places = packed_in(3, 2)
     documents = masks.find_packed_sequence_indices(places)
+
+    def packed(function, *overlays):
+        """As transformers composes it."""
+        parts = [masks.remap_positions_for_packed_sequence(function, places), *overlays]
+        return masks.and_masks(
+            masks.or_masks(*parts) if overlays else parts[0], masks.packed_sequence_mask_function(documents)
+        )
+
     window = masks.sliding_window_causal_mask_function(5)
     causal = masks.causal_mask_function
     for function, expected in (
         (causal, Mask()),
         (masks.bidirectional_mask_function, Mask(causal=False)),
         (window, Mask(True, (4, -1))),
-        (masks.packed_sequence_compatibility_function(window, places, documents), Mask(True, (4, -1))),
+        (packed(window), Mask(True, (4, -1))),
+        (masks.and_masks(packed(causal), window), Mask(True, (4, -1))),
         (masks.sliding_window_bidirectional_mask_function(5), Mask(False, (5, 5))),
         (masks.or_masks(window, masks.sliding_window_bidirectional_overlay(4)), Mask(False, (4, 4))),
         (masks.or_masks(causal, lambda *_: torch.tensor(True)), Mask(causal=False)),
         (lambda b, h, q, k: (k <= q + 2) & (k >= q), Mask(False, (0, 2))),
     ):
         assert mask_of(function) == expected
-    images = masks.packed_sequence_compatibility_function(causal, places, documents)
     for function, name in (
         (masks.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.int64)), "chunked_overlay"),
-        (masks.or_masks(images, masks.blockwise_overlay(places)), "blockwise_overlay"),
+        (packed(causal, masks.blockwise_overlay(places)), "blockwise_overlay"),
         (masks.or_masks(causal, lambda b, h, q, k: k < 3), "test_a_mask_function"),
         (lambda b, h, q, k: k <= q if b == 0 else k >= q, "test_a_mask_function"),
         (lambda b, h, q, k: k < q, "test_a_mask_function"),
@@ -193,6 +201,39 @@ def test_a_mask_function_is_understood_or_refused():
     ):
         with pytest.raises(UsageError, match=f"attention mask of {name}"):
             mask_of(function)
+
+
+def test_a_model_that_computes_with_its_mask_is_refused():
+    from megatron.context_parallel.integration.transformers import _mask
+
+    mask = _mask(mask_function=lambda *_: True)
+    for use in (lambda: mask.ndim, lambda: torch.zeros(1) + mask, lambda: mask + 1, lambda: mask[:, :, :, :2]):
+        with pytest.raises(UsageError, match="attention mask: the model computes with it"):
+            use()
+    assert not hasattr(mask, "to") and mask[:, :, 0:, :] is mask
+
+
+@pytest.mark.parametrize(
+    ("adapter", "why"),
+    [
+        ("LilyConfig", "peft's LILY: computes across the tokens"),
+        ("ShadowConfig", "peft's SHADOW: computes across the tokens"),
+        ("LoraConfig", "alora_invocation_tokens: looked for among the tokens of a rank only"),
+        ("LoraConfig", None),
+    ],
+)
+def test_an_adapter_that_mixes_tokens_is_refused(adapter, why):
+    peft = pytest.importorskip("peft", reason="needs the package peft")
+    from megatron.context_parallel.integration.transformers_model import check_adapters
+
+    named = {"task_type": "CAUSAL_LM"} | ({"alora_invocation_tokens": [7]} if why and "alora" in why else {})
+    model = model_of("llama")
+    peft.get_peft_model(model, getattr(peft, adapter)(**named))
+    if why is None:
+        check_adapters(model)
+        return
+    with pytest.raises(UsageError, match=why):
+        check_adapters(model)
 
 
 @pytest.mark.parametrize(

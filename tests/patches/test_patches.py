@@ -70,6 +70,9 @@ if CORE < (0, 18):
     }
 elif CORE == (0, 18):
     PACKED_BATCHES = {"get_sft_batch_on_this_cp_rank": "dc11548297d8"}
+PACKED_MASKS = {"create_causal_mask": "6c0c78518ffb"}
+if installed("transformers") < (5, 24):
+    PACKED_MASKS = {"packed_sequence_compatibility_function": "ef1a74a58516"}
 Table = dict[str, dict[str, dict[str, str]]]  # by our file, the file of a library, and the name there
 
 # What is called, or replaced by something that takes the same: parameters of a function, the value of a name, where a
@@ -312,7 +315,8 @@ BODIES: Table = {
             "or_masks": "74a1287e427a",
             "and_masks": "cc8ea5001eae",
             "remap_positions_for_packed_sequence": "41e483041f52",
-            "packed_sequence_compatibility_function": "ef1a74a58516",
+            "packed_sequence_mask_function": "78c2ac920fe0",
+            **PACKED_MASKS,
         },
     },
     "accelerate": {

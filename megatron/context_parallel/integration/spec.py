@@ -246,7 +246,7 @@ def _local_layer(config: TransformerConfig) -> ModuleSpec:
         mlp = parts_of_mlp(layer.submodules.mlp)
         mlp.router = Router
         if config.add_bias_linear:
-            mlp.experts.submodules.linear_fc2 = ExpertProjection
+            parts_of_mlp(mlp.experts).linear_fc2 = ExpertProjection
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention = layer.submodules.self_attention.submodules
@@ -260,6 +260,6 @@ def _change_as_in_gemma(layer: ModuleSpec, config: ModelConfig) -> None:
     attention = layer.submodules.self_attention
     if config.sandwich_norm:
         attention.submodules.linear_proj = RowParallelLinearWithNorm
-        layer.submodules.mlp.submodules.linear_fc2 = RowParallelLinearWithNorm
+        parts_of_mlp(layer.submodules.mlp).linear_fc2 = RowParallelLinearWithNorm
     if config.rotary_base_of_windows:
         attention.module = SelfAttentionWithOwnAngles

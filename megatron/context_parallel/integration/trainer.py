@@ -85,6 +85,8 @@ def _check_options(trainer: Trainer) -> None:
     """Raises UsageError for what would see a part of a sequence as a whole one."""
     if trainer.label_smoother is not None:
         raise UsageError("label_smoothing_factor: it shifts labels that are sharded; give 0")
+    if trainer.neftune_noise_alpha is not None:
+        raise UsageError("neftune_noise_alpha: its noise depends on the number of tokens of a rank; leave it out")
     for name in ("compute_loss_func", "compute_metrics"):
         if getattr(trainer, name) is not None:
             raise UsageError(f"{name}: a rank has the logits of its own tokens only; leave it out")

@@ -26,7 +26,7 @@ from megatron.context_parallel.tokens.placement import Placement
 
 from .batch import shard_batch as shard_tensors
 from .transformers_mask import MaskFunction, mask_of
-from .transformers_model import check_model
+from .transformers_model import check_adapters, check_model
 
 NAME = "context_parallel"
 IGNORED = -100  # the label of a token without a loss
@@ -157,6 +157,7 @@ def _forget_documents(model: PreTrainedModel, *_: object) -> None:
 
 
 def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:
+    check_adapters(model)
     if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
         raise UsageError(f"labels without shift_labels: labels must be shifted before they are sharded; {_USE_HELPER}")
     if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
@@ -173,8 +174,9 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
             raise UsageError(
                 f"{name} {list(given.shape)} for input_ids {list(tokens.shape)}: not sharded; {_USE_HELPER}"
             )
-    if kwargs.get("past_key_values") is not None:
-        raise UsageError(f"past_key_values: caches are not supported under context parallelism; {_USE_HELPER}")
+    for name in ("past_key_values", "cache"):  # renamed in transformers 5.24
+        if kwargs.get(name) is not None:
+            raise UsageError(f"{name}: caches are not supported under context parallelism; {_USE_HELPER}")
     asked = kwargs.get("output_router_logits")
     if getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked:
         raise UsageError(
@@ -188,6 +190,13 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
         raise UsageError("output_attentions: attention weights are never stored; leave it out")
 
 
+class _OwnMask(UsageError, AttributeError):
+    """A model computes with its attention mask. Also an AttributeError, so that `hasattr` is false."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__("attention mask: the model computes with it, and a rank has only a part; use another model")
+
+
 class _Call:
     """The attention mask of all layers in one call of a model. The first layer computes it.
 
@@ -195,7 +204,19 @@ class _Call:
 
     Attributes:
         mask: the mask with packed documents, from the position ids of all ranks.
+
+    Raises:
+        UsageError: it is used as if it were a tensor.
     """
+
+    def _refuse(self, *_: object) -> Any:
+        raise _OwnMask
+
+    __getattr__ = __add__ = __radd__ = _refuse
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> "_Call":
+        """The mask of all positions, which Gemma 4 asks for; others are refused."""
+        return self if all(part in (slice(None), slice(0, None)) for part in slices) else self._refuse()
 
     def __init__(self, function: MaskFunction) -> None:
         self._function: MaskFunction | None = function

@@ -16,6 +16,7 @@ _LAYERS = {
     "sparse",
     "dense",
 }  # types of layers in which only attention mixes tokens
+_MIXING_ADAPTERS = ("LILY", "SHADOW")  # the mean over all tokens selects experts; a model beside the model
 _LENGTHS = ("dynamic", "longrope")  # rotary embeddings that depend on the number of tokens of a rank
 
 
@@ -48,6 +49,20 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
         yield "has layers with a state or a convolution, which mix tokens of one rank only; use a model without them"
     if long := [kind for kind in _rope_types(config) if kind in _LENGTHS]:
         yield f"rope_type {long[0]} depends on the number of tokens of a rank; give another, such as default or yarn"
+
+
+def check_adapters(model: PreTrainedModel) -> None:
+    """Rejects adapters of peft that compute across the tokens of a sequence.
+
+    Raises:
+        UsageError: the message names the method.
+    """
+    for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise UsageError("alora_invocation_tokens: looked for among the tokens of a rank only; leave them out")
+        if adapter.peft_type in _MIXING_ADAPTERS:
+            kind = str(adapter.peft_type.value)
+            raise UsageError(f"peft's {kind}: computes across the tokens of a rank only; use another, such as LoRA")
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.masking_utils import or_masks
+from transformers.masking_utils import and_masks, or_masks
 
-CHECKED = {"transformers": "5.23"}
+CHECKED = {"transformers": "5.23 to 5.24"}
 
 set_attn_implementation = PreTrainedModel.set_attn_implementation  # transformers' own
 
@@ -32,12 +32,16 @@ def is_stateful(model: PreTrainedModel) -> bool:
 
 def without_documents(mask_function: Callable) -> Callable:
     """The function without the documents from position ids, because a rank has only a part of these."""
-    parts = _closed_over(mask_function).get("mask_functions", ())
-    if mask_function.__qualname__.startswith("or_masks."):
+    made_by = mask_function.__qualname__.partition(".<locals>")[0]
+    variables = _closed_over(mask_function)
+    if made_by == "remap_positions_for_packed_sequence":
+        return variables["mask_function"]
+    parts = variables.get("mask_functions", ())
+    if made_by == "or_masks":
         return or_masks(*map(without_documents, parts))
-    for part in parts:
-        if part.__qualname__.startswith("remap_positions_for_packed_sequence."):
-            return _closed_over(part)["mask_function"]
+    if made_by == "and_masks":
+        apart = "packed_sequence_mask_function."
+        return and_masks(*(without_documents(part) for part in parts if not part.__qualname__.startswith(apart)))
     return mask_function
 
 
