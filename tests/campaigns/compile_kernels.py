@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -124,7 +125,9 @@ def _compiling(architecture: int) -> Iterator[list]:
     triton.runtime.driver.set_active(Driver(architecture))
     triton.runtime.jit.JITFunction.run = only_compile
     try:
-        yield compiled
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # such as that a launch takes a default that the next release changes
+            yield compiled
     finally:
         triton.runtime.jit.JITFunction.run = run
 

@@ -65,7 +65,7 @@ def train_with_all_rows() -> tuple[list[float], list[float]]:
 class AdamOfWholeWeights(torch.optim.Optimizer):
     """Transformer Engine's FusedAdam, which until 2.13 makes moments in the shape of the whole weight."""
 
-    def __init__(self, params, lr, betas, eps, weight_decay, adam_w_mode):
+    def __init__(self, params, lr, betas, eps, weight_decay, *, adam_w_mode, capturable=False):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def step(self, closure=None):

@@ -15,7 +15,7 @@ def by_head(lse: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     s, batch, group = lse.shape
     lse2, delta_out = torch.empty(2, batch * group, s, dtype=torch.float32, device=lse.device)
     by_head_kernel[triton.cdiv(s, 256), batch * group](
-        lse, delta, lse2, delta_out, s, group, lse.stride(), delta.stride(), ROWS=256
+        lse, delta, lse2, delta_out, s, group, lse.stride(), delta.stride(), ROWS=256, enable_fp_fusion=True
     )
     return lse2, delta_out
 
@@ -28,7 +28,7 @@ def output_with_fused(delta: Tensor, dout: Tensor) -> Tensor:
     rows = ELEMENTS // width
     output_kernel[triton.cdiv(s * batch * group, rows),](
         out, delta, dout, s * batch * group, batch, group, out.stride(), delta.stride(), dout.stride(),
-        D=d, WIDTH=width, ROWS=rows,
+        D=d, WIDTH=width, ROWS=rows, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
