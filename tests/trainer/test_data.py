@@ -185,7 +185,8 @@ def test_huggingface_folder(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, "<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "b"}
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
     wrapped.save_pretrained(tmp_path / "words")
     (tmp_path / "in.txt").write_text("a b z a")
     flags = [
@@ -198,6 +199,10 @@ def test_huggingface_folder(tmp_path):
     index = preprocess(tmp_path, "--input", tmp_path / "in.txt", *flags)
     assert index[0].tolist() == [2, 3, 0, 2, 1]
     assert json.loads((tmp_path / "out_text_document.json").read_text())["vocab_size"] == 4
+    args = arguments(tmp_path, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "words"))
+    args.__dict__.update(data_path=[str(tmp_path / "out_text_document")], split="100,0,0", seq_length=10)
+    sample = datasets(args, 1, 0, 0)[0][0]  # the text twice; its b stays, though it is the padding token
+    assert sample["tokens"].tolist() == [2, 3, 0, 2, 1] * 2 and sample["loss_mask"].all()
 
 
 def test_sentencepiece_file(tmp_path):

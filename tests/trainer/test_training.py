@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.kernels.aten import AtenFlash
-from megatron.context_parallel.trainer import log, setup
+from megatron.context_parallel.trainer import log, setup, training
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
 from tests.support import flags_case, training_case
+from tests.support.case_args import CaseArgs
 from tests.support.training_spreads import CP, KEPT, PP, RECOMPUTED, SPREADS, TP, check_spread, train_from
 from tests.support.training_spreads import reference as reference  # a fixture
 
@@ -179,6 +181,12 @@ def run_until_sigterm() -> int:
 )
 def test_exit_conditions(ranks, run, iterations):
     assert ranks(2, run) == [iterations, iterations]
+
+
+def test_a_run_whose_last_iteration_is_a_multiple_of_the_exit_interval_is_tested_too():
+    asked = {"exit_interval": 5, "exit_duration_in_mins": None, "train_iters": 15}
+    left = [i for i in range(1, 16) if training._wants_to_leave(CaseArgs(**asked), i, time.monotonic())]
+    assert left == [5, 10]
 
 
 def test_flops():

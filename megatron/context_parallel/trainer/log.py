@@ -37,7 +37,10 @@ _PEAK_TFLOPS = {
 
 @dataclass
 class Record:
-    """One line of `metrics.jsonl`: means over the iterations since the previous line, and the state at the end."""
+    """One line of `metrics.jsonl`: means over the iterations of a process since its previous line, and the state then.
+
+    `lr` is the learning rate of the next iteration, and `tokens_per_second_per_rank` counts padding too.
+    """
 
     iteration: int
     consumed_samples: int

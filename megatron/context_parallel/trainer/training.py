@@ -149,7 +149,7 @@ def _batches(args: Arguments, state: TrainState, dataset: Dataset | None, consum
 def train_loop(
     args: Arguments, state: TrainState, log: RunLog, train: ChunkBatches, valid: ChunkBatches | None, started: float
 ) -> bool:
-    """Train until `--train-iters` or an exit condition. Returns whether `--train-iters` was reached.
+    """Train until `--train-iters` or an exit condition. Returns whether no exit condition ended it.
 
     `started` is the `time.monotonic()` from which `--exit-duration-in-mins` counts. With `--save` the last iteration
     done is always saved.
@@ -283,7 +283,7 @@ def _wants_to_leave(args: Arguments, iteration: int, started: float) -> bool:
     minutes = (time.monotonic() - started) / 60
     return (
         sigterm_came()
-        or bool(args.exit_interval and iteration % args.exit_interval == 0)
+        or bool(args.exit_interval and iteration % args.exit_interval == 0 and iteration < args.train_iters)
         or bool(args.exit_duration_in_mins and minutes > args.exit_duration_in_mins)
     )
 

@@ -38,7 +38,7 @@ from .chat_template import ChatTemplate
 from .chat_tokens import write_chat_tokens
 from .index_cache import drop_damaged, record
 from .packed import PackedChats, PackedDocuments
-from .tokenizer import tokenizer_files
+from .tokenizer import TokenIds, tokenizer_files
 from .worker_end import prepare_worker
 
 Splits: TypeAlias = tuple[Dataset | None, Dataset | None, Dataset | None]
@@ -129,7 +129,7 @@ def _dataset_config(args: Arguments, tokenizer) -> GPTDatasetConfig:
         random_seed=args.seed,
         sequence_length=args.seq_length,
         path_to_cache=args.data_cache_path,
-        tokenizer=tokenizer,
+        tokenizer=TokenIds(tokenizer.eod, tokenizer.vocab_size, tokenizer.unique_identifiers),
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=False,  # attention gets documents by their end tokens, not as a square mask
         eod_mask_loss=args.eod_mask_loss,

@@ -2,14 +2,28 @@
 
 import importlib.util
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches import release_of
 from megatron.context_parallel.trainer.config.flags import TOKENIZERS, Flags
 
 BYTES = 256
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """What megatron-core's datasets read of a tokenizer, but for its padding token.
+
+    Their samples are never filled up. They would replace every token of the text that is the padding token, and exclude
+    it from the loss.
+    """
+
+    eod: int | None
+    vocab_size: int
+    unique_identifiers: dict[str, Any]  # for the cache
 
 
 class NamesTokenizer(Protocol):
@@ -37,7 +51,7 @@ def build_tokenizer(args: NamesTokenizer):
     library, package = TOKENIZERS[args.tokenizer_type]
     options = {}
     if library == "byte-level":
-        # No padding id: the datasets would exclude every token equal to it from the loss.
+        # No padding id: by default it is a byte.
         options = {"special_tokens": ["<eod>"], "vocab_size": BYTES, "_eos_id": BYTES, "_pad_id": -1}
     elif library == "null":
         library, options = _null(_null_vocabulary(getattr(args, "vocab_size", None)))
