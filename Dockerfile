@@ -10,11 +10,14 @@ ARG FLASH_ATTN=2.8.3.post2
 ARG FLASH_ATTN_3=c75d019dea9d910312974417bc28f190dfdda6d9
 # For linears and norms; megatron-core 0.16.1 asks for 2.9 to 2.11.
 ARG TRANSFORMER_ENGINE=2.11.0
+# apex's last release, 25.09, also compiles for sm_70, which CUDA 13 does not have.
+ARG APEX=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 ARG MAX_JOBS=8
-# Each build reads a variable of its own: flash-attn 2 the first, Transformer Engine the second, flash-attn 3 none (it
-# is for sm_90).
+# Each build reads a variable of its own: flash-attn 2 the first, Transformer Engine the second, apex the third,
+# flash-attn 3 none (it is for sm_90).
 ARG FLASH_ATTN_CUDA_ARCHS="80;90;100"
 ARG NVTE_CUDA_ARCHS="80;90;100"
+ARG TORCH_CUDA_ARCH_LIST="8.0;9.0;10.0"
 # The image's Python is Debian's, where pip asks for this.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1
 
@@ -36,6 +39,9 @@ RUN FLASH_ATTENTION_DISABLE_SM80=TRUE FLASH_ATTENTION_DISABLE_FP8=TRUE FLASH_ATT
 RUN CPATH="$(python3 -c 'import glob, sysconfig; \
     print(":".join(glob.glob(sysconfig.get_path("purelib") + "/nvidia/*/include")))')" \
     pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==${TRANSFORMER_ENGINE}"
+# From NVIDIA's repository: the package of this name on PyPI is something else.
+RUN APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation \
+    "apex @ git+https://github.com/NVIDIA/apex.git@${APEX}"
 
 COPY . .
 RUN pip install --no-deps --editable .

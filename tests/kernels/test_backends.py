@@ -673,6 +673,8 @@ def test_the_image_has_what_the_project_pins_and_asks_for():
     assert arguments["BASE"].startswith(f"pytorch/pytorch:{pins['torch']}-cuda")
     assert "pip install -r requirements.txt" in text  # megatron-core and all else in the tested versions
     assert TorchVersion(arguments["FLASH_ATTN"]) >= LIBRARIES["flash2"].oldest
+    architectures = [f"{architecture // 10}.{architecture % 10}" for architecture in TILES]
+    assert arguments["TORCH_CUDA_ARCH_LIST"].split(";") == architectures
     for variable in ("FLASH_ATTN_CUDA_ARCHS", "NVTE_CUDA_ARCHS"):
         assert arguments[variable].split(";") == [str(architecture) for architecture in TILES]
     assert TorchVersion("2.9") <= TorchVersion(arguments["TRANSFORMER_ENGINE"]) < TorchVersion("2.12")
