@@ -71,15 +71,15 @@ class Prediction(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return sum(of.seconds for of in self.passes)
+        return sum(one.seconds for one in self.passes)
 
     @property
     def exposed(self) -> float:
-        return sum(of.exposed for of in self.passes)
+        return sum(one.exposed for one in self.passes)
 
     @property
     def memory(self) -> float:
-        return max(of.memory for of in self.passes)
+        return max(one.memory for one in self.passes)
 
 
 def fastest(
@@ -152,7 +152,7 @@ def _looks(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload
     looks = dict[Name, PassBound]()
     for name, plans in tracked(choices.items(), "estimating strategies"):
         passes = list(map(look, plans))
-        looks[name] = PassBound(sum(of.least for of in passes), sum(of.likely for of in passes))
+        looks[name] = PassBound(sum(bound.least for bound in passes), sum(bound.likely for bound in passes))
     return looks
 
 
@@ -181,7 +181,7 @@ class Search:
         if not self.ranked:
             why = self.rejected[0].reason if self.rejected else "no strategy has the given options"
             raise UsageError(f"--cp-strategy {AUTO}: no strategy works for this run ({why})")
-        return plainest({spec: of.seconds for spec, of in self.ranked.items()})
+        return plainest({spec: prediction.seconds for spec, prediction in self.ranked.items()})
 
 
 def search(

@@ -97,7 +97,7 @@ def simulate(
         blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
     folded = plan.size > all_up_to and rows is None and starts is None
     few = _symmetry(plan, blocks, period_of_links(cluster, devices)) if folded else Symmetry.none(plan)
-    links = Links(cluster, few.like, devices, others)
+    links = Links(cluster, few.representative, devices, others)
     costs = _Costs(plan, shape, blocks, links, few, rows)
     clock = Clock(plan, costs, few.groups, few.ranks, cluster.buffered_sends, starts)
     clock.run()
@@ -241,9 +241,9 @@ class _Costs:
         uses = [self.flows.resource((link, alone), rate, path.crowding) for link, rate in path.links]
         if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
             shift = self.symmetry.shift
-            by = shift.back(places[0])
+            by = shift.way_back(places[0])
             uses.append(self.flows.resource(("stream", group, *(shift.moved(r, by) for r in places)), path.stream))
-        return path, tuple(uses), (self.links.like[sender], self.links.like[receiver])
+        return path, tuple(uses), (self.links.representatives[sender], self.links.representatives[receiver])
 
 
 def _messages(op: Comm | SwapHeads) -> int:
