@@ -12,7 +12,7 @@ SILENT = 6 * BEAT  # without a message, of a rank whose peers lost it or whose c
 GRACE = 1.0  # seconds in which the cause of a failure may become visible
 SIGNAL_GRACE = 0.2  # seconds in which a signal to all ranks reaches each of them
 _RECENT = 60  # seconds in which ranks notice that one of their connections broke
-_TOLD = 8  # ranks named in a line
+TOLD = 8  # ranks named in a line
 _ANY_TIME = ("", "save", "idle")  # phases of unlimited duration: only their collectives have a limit
 
 
@@ -122,14 +122,9 @@ def judge_absent(absent: Collection[int], waited: float, limit: float) -> Verdic
 def never_came(ranks: Collection[int], limit: float) -> str:
     """One line: these ranks did not join within `limit` seconds."""
     return (
-        f"{few(ranks)} did not join within --distributed-timeout-minutes {limit / 60:g}: "
+        f"{named(sorted(ranks), TOLD)} did not join within --distributed-timeout-minutes {limit / 60:g}: "
         "not started, already ended, or unable to reach rank 0"
     )
-
-
-def few(ranks: Collection[int]) -> str:
-    """The ranks in words, as many as fit on a line."""
-    return named(sorted(ranks), _TOLD)
 
 
 def _seconds_to_connect(ranks: Mapping[int, RankStatus]) -> float:
