@@ -46,7 +46,7 @@ class Nothing:
 class Silent:
     """A transport that sends nothing: received data is uninitialized."""
 
-    sums = False
+    can_sum = False
 
     def world(self, peer):
         return peer
@@ -65,7 +65,7 @@ class Posting(TorchTransport):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.ranks = rank, list(range(dist.get_world_size()))
-        self._everyone, self._nccl, self.sums = tuple(self.ranks), False, False
+        self._everyone, self._nccl, self.can_sum = tuple(self.ranks), False, False
 
     def _group(self, channel, members):
         return dist.group.WORLD

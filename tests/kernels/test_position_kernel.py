@@ -460,10 +460,10 @@ def test_needs_a_gpu_it_has_tiles_for():
 
 
 def parts() -> list[int]:
-    from megatron.context_parallel.kernels.position.kernel import _parts
+    from megatron.context_parallel.kernels.position.kernel import _parts_of_group
 
     cases = (200, 8), (132, 8), (100, 8), (64, 8), (64, 6), (30, 6), (1, 8), (1, 1)  # programs, query heads of a group
-    return [_parts((1, programs), group, 132) for programs, group in cases]
+    return [_parts_of_group((1, programs), group, 132) for programs, group in cases]
 
 
 def test_query_heads_are_split_until_each_multiprocessor_has_a_program(interpreted):

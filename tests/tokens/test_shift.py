@@ -8,8 +8,8 @@ from megatron.context_parallel.tokens.shift import Shift
 @pytest.mark.parametrize("shift", [Shift(12, 4), Shift(16, 8, 4), Shift(16, 4, 4), Shift(5, 5)])
 def test_the_first_numbers_stand_for_all(shift):
     for number in range(shift.n):
-        assert shift.like(number) < shift.period
-        assert shift.moved(shift.like(number), -shift.back(number)) == number
+        assert shift.representative(number) < shift.period
+        assert shift.moved(shift.representative(number), -shift.way_back(number)) == number
     for by in range(-shift.n, shift.n + 1, shift.period):
         moved = [shift.moved(number, by) for number in range(shift.n)]
         assert sorted(moved) == [*range(shift.n)]

@@ -86,18 +86,18 @@ def context_parallel_attention(
     check_types(q, k, v, sinks, documents=documents, scale=scale, softcap=softcap, **others)
     q, k, v, placed = _local_inputs(q, k, v, sinks, cp, documents, tensor_layout)
     Mask(causal, window)  # raises UsageError if they are invalid
-    given = None if kernel is None else HandleOf(kernel)
-    again = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None
-    how = OpArgs(
+    own_kernel = None if kernel is None else HandleOf(kernel)
+    results = HandleOf(kept.popleft()) if kept and torch.is_grad_enabled() else None
+    args = OpArgs(
         cp=cp.handle,
         causal=causal,
         window=window,
         documents=handle_of(documents),
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         softcap=float(softcap),
-        kernel=handle_of(given),
+        kernel=handle_of(own_kernel),
     )
-    out, lse, swapped = attention(q, k, v, sinks, handle_of(again), *how)
+    out, lse, swapped = attention(q, k, v, sinks, handle_of(results), *args)
     if kept is not None and not torch.is_grad_enabled():
         kept.append((out, lse, *swapped[3:]))
     out, lse = from_sbhd(out, tensor_layout), from_sbhd(lse, tensor_layout)
@@ -140,7 +140,6 @@ def attention_of_rows(
     blocks: Blocks,
     *,
     scale: float | None = None,
-    softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """softmax(q kᵀ · scale) v for any numbers of queries and keys on each rank, including none. Without gradients.
@@ -150,7 +149,7 @@ def attention_of_rows(
             the order of its chunks. With a `QuantizedKernel`, k and v are packed.
         cp: the context group, without head parallelism.
         blocks: the chunks of all ranks, the mask and the kernel; the same object for each layer.
-        scale, softcap, sinks: as in `context_parallel_attention`.
+        scale, sinks: as in `context_parallel_attention`.
 
     Returns:
         The outputs [s, b, heads, dv] of each rank of this process, in q's dtype.
@@ -163,12 +162,11 @@ def attention_of_rows(
     for rank, (q, k, v) in zip(cp.local_ranks, inputs, strict=True):
         check(q, *(packed.unpacked_like(q, k, v) if packed else (k, v)), sinks, smallest=0)
         check_partials(cp.choice, q.dtype)
-        given = len(q), len(k)
-        chunks = blocks.q.rows(rank), blocks.kv.rows(rank)
-        if given != chunks:
-            raise UsageError(f"rank {rank}: {given} rows of queries and keys, but its chunks have {chunks}")
+        rows, expected = (len(q), len(k)), (blocks.q.rows(rank), blocks.kv.rows(rank))
+        if rows != expected:
+            raise UsageError(f"rank {rank}: {rows} rows of queries and keys, but its chunks have {expected}")
     q, k, _ = inputs[0]
-    scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap)
+    scores = Scores(1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if cp.n == 1:
         return [_of_one_rank(blocks, scores, sinks, *inputs[0])]
     plan = cp.plans.full(q.shape[2], k.shape[2])

@@ -151,7 +151,8 @@ class ContextParallel(Ranks):
         return positions(self.layout, self.chunk, self.n, length)
 
     def compare(self, placement: Placement) -> None:
-        mine = torch.tensor([placement.digest()], device=torch.cuda.current_device() if self._transport.sums else "cpu")
+        device = torch.cuda.current_device() if self._transport.can_sum else "cpu"  # NCCL's can
+        mine = torch.tensor([placement.digest()], device=device)
         everyone = [torch.empty_like(mine) for _ in range(self.n)]
         dist.all_gather(everyone, mine, group=self.group)
         digests = torch.cat(everyone).tolist()  # a GPU is waited for once
@@ -214,6 +215,6 @@ class AllRanks(Ranks):
         return sum(parts[1:], parts[0]).to(dtype)
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
-        post: dict[tuple[str, int, int], MessageQueue] = defaultdict(MessageQueue)
-        programs = [program(plan, problem, r, LocalTransport(r, post), *part) for r, part in enumerate(parts)]
+        queues: dict[tuple[str, int, int], MessageQueue] = defaultdict(MessageQueue)
+        programs = [program(plan, problem, r, LocalTransport(r, queues), *part) for r, part in enumerate(parts)]
         return run_all(programs, plan)

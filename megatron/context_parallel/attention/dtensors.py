@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import get_process_group_ranks as ranks_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.context_parallel.errors import UsageError
@@ -37,7 +37,7 @@ def local_parts(
         raise UsageError(f"q, k, v placed {placements}, {k.placements}, {v.placements}: need one mesh and placement")
     by = [i for i, placement in enumerate(placements) if placement.is_shard(sequence)]
     odd = any(not isinstance(x, Shard | Replicate) or x.is_shard(3) or x.is_shard(-1) for x in placements)
-    if isinstance(cp, AllRanks) or odd or len(by) != 1 or _ranks(mesh.get_group(by[0])) != _ranks(cp.group):
+    if isinstance(cp, AllRanks) or odd or len(by) != 1 or ranks_of(mesh.get_group(by[0])) != ranks_of(cp.group):
         raise UsageError(
             f"q, k, v are DTensors placed {placements}: they must be sharded along dimension {sequence}, the sequence, "
             "by the context group only; redistribute them, or give q.to_local()"
@@ -67,7 +67,3 @@ def check_tokens(cp: ContextParallel | AllRanks, documents: Documents | None) ->
             f"--cp-placement {PLACEMENTS[1]}: DTensors have their shards in the order of the ranks; give "
             f"{PLACEMENTS[0]}, {local}"
         )
-
-
-def _ranks(group: dist.ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(group)

@@ -127,10 +127,6 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _needed(tensor_layout: str) -> str:
-    names = {"q": ("s", "heads", "d"), "k": ("t", "kv_heads", "d"), "v": ("t", "kv_heads", "dv")}
-    needed = []
-    for x, (s, h, d) in names.items():
-        named = {"s": s, "b": "b", "h": h, "d": d}
-        needed.append(f"{x} [{', '.join(named[letter] for letter in tensor_layout)}]")
-    q, k, v = needed
+    sizes = {"q": ("s", "b", "heads", "d"), "k": ("t", "b", "kv_heads", "d"), "v": ("t", "b", "kv_heads", "dv")}
+    q, k, v = (f"{x} [{', '.join(names[i] for i in INVERSE[tensor_layout])}]" for x, names in sizes.items())
     return f"{q}, {k} and {v}"

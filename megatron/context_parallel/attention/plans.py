@@ -21,7 +21,7 @@ from megatron.context_parallel.tokens.slices import Slices
 ALL_RANKS_UP_TO = 64  # with more ranks, work over the steps of all ranks (verifying, plans by document) is skipped
 ROWS_UP_TO = 16  # with more ranks, the rows for the documents of a static layout would take too long to find
 KEPT = 256  # plans and blocks in the cache: a batch of documents has about 8, and pipelines hold several batches
-Value = TypeVar("Value")
+Cached = TypeVar("Cached")
 Lengths = tuple[int, int]  # numbers of queries and keys of the whole sequence
 
 
@@ -118,7 +118,7 @@ class Plans:
         q, kv = Slices.of(blocks.q), Slices.of(blocks.kv)
         return self.cached(("row sets", plan, mask, q.counts, kv.counts), lambda: RowSets(plan, mask, q, kv))
 
-    def cached(self, key: tuple, make: Callable[[], Value]) -> Value:
+    def cached(self, key: tuple, make: Callable[[], Cached]) -> Cached:
         """The cached result of `make` for `key`, or a new one. The oldest entry is evicted."""
         if key not in self._recent:
             self._recent[key] = make()

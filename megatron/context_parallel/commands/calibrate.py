@@ -126,10 +126,10 @@ def _fit_prefill(path: Path) -> None:
 
     measured = read_prefills(path)
     constants = fit_empirical(measured)
-    losses = [empirical_loss(of, constants) for of in measured]
+    losses = [empirical_loss(one, constants) for one in measured]
     right = losses.count(0)
     print(f"{right} of {len(measured)} prefills take the faster variant; the others cost {max(losses):.1%} at most")
-    totals = {of.new + of.cached for of in measured}
+    totals = {one.new + one.cached for one in measured}
     if len(totals) == 1:
         print(f"all have {min(totals)} tokens, new and cached: the constants hold for so many only")
     print("--cp-prefill empirical --cp-prefill-constants", *(f"{number:.6g}" for number in constants))
@@ -159,8 +159,8 @@ def read_prefills(path: Path) -> "list[MeasuredPrefill]":
     if len(ranks) > 1:
         why = f"has passes of {', '.join(sorted(ranks))} ranks, which need constants of their own"
         raise UsageError(f"--prefill-times {path}: {why}; give a file of one number of ranks")
-    both = {tokens: of for tokens, of in times.items() if len(of) == 2}
-    return [MeasuredPrefill(*tokens, of[PASS_KV], of[PASS_Q]) for tokens, of in both.items()]
+    both = {tokens: seconds for tokens, seconds in times.items() if len(seconds) == 2}
+    return [MeasuredPrefill(*tokens, seconds[PASS_KV], seconds[PASS_Q]) for tokens, seconds in both.items()]
 
 
 def _module(folder: Path) -> ModuleType:

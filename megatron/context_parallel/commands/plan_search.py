@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,40 +232,39 @@ def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: li
     """
     from megatron.context_parallel.cluster.step.stage_time import EXPOSED
 
-    others = dict[str, Callable[[TrainConfig], str]]()
-    if len({one.run.mesh for one in shown}) > 1:
-        others["tp x cp x dp x pp"] = lambda run: " x ".join(map(str, run.mesh.sizes))
-    if len({one.run.micro_batch_size for one in shown}) > 1:
-        others["micro batch"] = lambda run: str(run.micro_batch_size)
-    if any(one.run.turns > 1 for one in shown):
-        others["virtual stages"] = lambda run: str(run.turns)
+    meshes = {one.run.mesh for one in shown}
+    micro_batches = {one.run.micro_batch_size for one in shown}
+    interleaved = any(one.run.turns > 1 for one in shown)
     ring = next((one.forecast.seconds for one in shown if strategy_of(one) == BASELINE), None)
-    numbers = ["seconds", "±", *(["x ring"] if ring else []), "tokens/s/GPU", *([] if documents else ["MFU"])]
-    numbers += ["GiB", "exposed", *(["longest"] if lengths else [])]
     table = Table("#", title=title)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    for heading in ("strategy", "sharded", "recomputed", *others):
-        table.add_column(heading)
     for number, one in enumerate(shown, 1):
         run, forecast, placed = one
-        sharding = run.data_parallel_sharding_strategy.removeprefix("no_shard").replace("_", " ")
         rate = run.global_batch_size * run.seq_length / forecast.seconds / run.world_size
-        table.add_row(
-            f"{number}" if one.trains else f"{number}*",
-            f"{forecast.seconds:.4g}",
-            f"{OFF[kind_of(run)]} %",
-            *([f"{ring / forecast.seconds:.2f}"] if ring else []),
-            f"{rate:,.0f}",
-            *([] if documents else [f"{forecast.mfu:.1%}"]),
-            f"{forecast.memory.bytes / 2**30:.1f}",
-            f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}",
-            *([f"{lengths[number - 1]:,}"] if lengths else []),
-            f"{run.cp_strategy}, placed" if placed else run.cp_strategy,
-            sharding,
-            recomputed(run),
-            *(cell(run) for cell in others.values()),
-        )
+        numbers = {"seconds": f"{forecast.seconds:.4g}", "±": f"{OFF[kind_of(run)]} %"}
+        if ring:
+            numbers["x ring"] = f"{ring / forecast.seconds:.2f}"
+        numbers["tokens/s/GPU"] = f"{rate:,.0f}"
+        if not documents:
+            numbers["MFU"] = f"{forecast.mfu:.1%}"
+        numbers["GiB"] = f"{forecast.memory.bytes / 2**30:.1f}"
+        numbers["exposed"] = f"{forecast.parts[EXPOSED] / forecast.seconds:.1%}"
+        if lengths:
+            numbers["longest"] = f"{lengths[number - 1]:,}"
+        words = {"strategy": f"{run.cp_strategy}, placed" if placed else run.cp_strategy}
+        words["sharded"] = run.data_parallel_sharding_strategy.removeprefix("no_shard").replace("_", " ")
+        words["recomputed"] = recomputed(run)
+        if len(meshes) > 1:
+            words["tp x cp x dp x pp"] = " x ".join(map(str, run.mesh.sizes))
+        if len(micro_batches) > 1:
+            words["micro batch"] = str(run.micro_batch_size)
+        if interleaved:
+            words["virtual stages"] = str(run.turns)
+        if number == 1:
+            for heading in numbers:
+                table.add_column(heading, justify="right")
+            for heading in words:
+                table.add_column(heading)
+        table.add_row(f"{number}" if one.trains else f"{number}*", *numbers.values(), *words.values())
     return table
 
 

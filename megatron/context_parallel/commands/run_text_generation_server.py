@@ -11,6 +11,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.generation.flags import Serve, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
+from megatron.context_parallel.progress import is_first_rank
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 PARSER = FlagParser(
@@ -112,7 +113,7 @@ def read_keys(flags: Serve) -> tuple[str, ...]:
         raise UsageError("API_KEYS: contains no key; write keys separated by commas, or unset it to serve everyone")
     if any(not key.isascii() or " " in key for key in keys):
         raise UsageError(f"{source}: a key contains a space or a non-ASCII character; write keys without them")
-    if flags.host not in _LOOPBACK and not keys and os.environ.get("RANK", "0") == "0":
+    if flags.host not in _LOOPBACK and not keys and is_first_rank():
         print(
             f"warning: --host {flags.host}: everyone who can reach it may use it; give --api-key-file", file=sys.stderr
         )

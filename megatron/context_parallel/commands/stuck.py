@@ -79,7 +79,7 @@ def culprits_of(ranks: dict[int, RunningRank]) -> list[int]:
     return culprits({rank: seen.position for rank, seen in ranks.items()}, stopped)
 
 
-def describe(ranks: dict[int, RunningRank], of: list[int]) -> None:
+def describe(ranks: dict[int, RunningRank], blamed: list[int]) -> None:
     """Print the table of a job, its culprits, and the chains of waiting ranks."""
     title = f"{len(ranks)} of {next(iter(ranks.values())).process.world} ranks are on this host"
     table = Table("rank", "state", "iteration", "where", "waits", title=title)
@@ -88,14 +88,14 @@ def describe(ranks: dict[int, RunningRank], of: list[int]) -> None:
         where = str(at._replace(iteration=0, waits=None, code="")) or "start-up"
         table.add_row(str(rank), seen.state, str(at.iteration), where, at.awaited)
     show(table, width=_WIDTH)
-    if not of:
+    if not blamed:
         print("the job makes progress")
         return
-    if len(of) > 1 and all(rank in ranks and ranks[rank].state == "waits" for rank in of):
-        print(f"{named(of)} wait for each other")
+    if len(blamed) > 1 and all(rank in ranks and ranks[rank].state == "waits" for rank in blamed):
+        print(f"{named(blamed)} wait for each other")
     else:
-        print(f"culprit: {named(of)}")
-    for rank in of:
+        print(f"culprit: {named(blamed)}")
+    for rank in blamed:
         print(f"  {_told(rank, ranks)}")
     stopped = [rank for rank, seen in ranks.items() if seen.state == "stopped"]
     for chain in chains({rank: seen.position for rank, seen in ranks.items()}, stopped):
@@ -128,7 +128,7 @@ def code_of(pid: int) -> str:
     return f"{frame['name']} ({Path(frame['filename']).name}:{frame['line']})"
 
 
-def draw_wait_graph(ranks: dict[int, RunningRank], of: list[int], path: str) -> None:
+def draw_wait_graph(ranks: dict[int, RunningRank], blamed: list[int], path: str) -> None:
     """Draw which rank waits for which, with the culprits in red, to an image file."""
     import matplotlib
 
@@ -139,7 +139,7 @@ def draw_wait_graph(ranks: dict[int, RunningRank], of: list[int], path: str) -> 
     still = {rank: Position() if seen.state == "stopped" else seen.position for rank, seen in ranks.items()}
     graph = wait_graph(still)
     figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
-    colors = ["tab:red" if rank in of else "lightgray" for rank in graph]
+    colors = ["tab:red" if rank in blamed else "lightgray" for rank in graph]
     networkx.draw_networkx(graph, networkx.circular_layout(graph), ax=axes, node_color=colors, node_size=900)
     axes.set_axis_off()
     figure.savefig(path, dpi=120)
@@ -154,9 +154,9 @@ def main(argv: list[str] | None = None) -> None:
     for number, ranks in enumerate(jobs.values()):
         if number:
             print()
-        of = culprits_of(ranks)
-        describe(ranks, of)
+        blamed = culprits_of(ranks)
+        describe(ranks, blamed)
         if image:
             path = image if len(jobs) == 1 else image.with_stem(f"{image.stem}-{number}")
-            draw_wait_graph(ranks, of, str(path))
+            draw_wait_graph(ranks, blamed, str(path))
             print(f"wrote {path}")

@@ -80,15 +80,15 @@ class BatchLayout:
     def _chunks(self, first: Mapping[int, int]) -> ListedChunks:
         """The rows of each rank with positions from `first` on in each sequence."""
         tables = self.tables
-        of = first.items()
+        firsts = first.items()
         begins = [0, *accumulate(self.lengths[:-1])]  # the start of each sequence in the concatenated sequences
 
         def positions(rank: int) -> Tensor:
-            parts = [tables.positions(s, rank, start) + begin for (s, start), begin in zip(of, begins, strict=True)]
+            parts = [tables.positions(s, rank, start) + begin for (s, start), begin in zip(firsts, begins, strict=True)]
             return torch.from_numpy(numpy.concatenate(parts))
 
         def counts(rank: int) -> tuple[int, ...]:
-            return tuple([tables.count(s, rank, start) for s, start in of])
+            return tuple([tables.count(s, rank, start) for s, start in firsts])
 
         return ListedChunks(tuple(map(counts, range(tables.n))), positions)
 

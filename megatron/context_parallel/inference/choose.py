@@ -179,8 +179,8 @@ def fit_empirical(measured: Sequence[MeasuredPrefill]) -> tuple[float, float, fl
     """
     import numpy
 
-    known = [[math.log(of.new), math.log(of.new / (of.new + of.cached)), 1.0] for of in measured]
-    wanted = [math.log(of.pass_q / of.pass_kv) for of in measured]
+    known = [[math.log(one.new), math.log(one.new / (one.new + one.cached)), 1.0] for one in measured]
+    wanted = [math.log(one.pass_q / one.pass_kv) for one in measured]
     found, _, rank, _ = numpy.linalg.lstsq(numpy.array(known).reshape(-1, 3), numpy.array(wanted), rcond=None)
     if rank < 2 or len(measured) < 3:
         raise UsageError(f"{len(measured)} prefills do not determine three constants; measure more T and more T + P")

@@ -192,28 +192,28 @@ class DecodeLayer:
                 yield norm.bias
         yield self.core.softmax_offset
 
-    def attend(self, of: LayerBuffers, attend: Attention) -> None:
-        """Computes `of.attended` from `of.x`."""
-        of.norm(self.input_norm, of.x, of.normed)
-        of.to_qkv(self.qkv.weight, self.qkv.bias)
+    def attend(self, buffers: LayerBuffers, attend: Attention) -> None:
+        """Computes `buffers.attended` from `buffers.x`."""
+        buffers.norm(self.input_norm, buffers.x, buffers.normed)
+        buffers.to_qkv(self.qkv.weight, self.qkv.bias)
         if self.normed:
-            of.q_norm(self.q_norm, of.q, of.normed_q)
-            of.k_norm(self.k_norm, of.k, of.normed_k)
-        for rotate in of.rotations:
+            buffers.q_norm(self.q_norm, buffers.q, buffers.normed_q)
+            buffers.k_norm(self.k_norm, buffers.k, buffers.normed_k)
+        for rotate in buffers.rotations:
             rotate()
-        attend.write(self.core, of.queries, of.turned_k, of.v, of.by_head)
+        attend.write(self.core, buffers.queries, buffers.turned_k, buffers.v, buffers.by_head)
 
-    def finish(self, of: LayerBuffers) -> None:
-        """Computes the output, `of.x`, from the input `of.x` and from `of.attended`."""
-        of.to_residual(self.proj.weight, self.proj.bias)
-        of.x.add_(of.residual)
-        of.norm(self.mlp_norm, of.x, of.normed)
-        of.to_inner(self.fc1.weight, self.fc1.bias)
-        self.activate(of.gate, out=of.active)
-        if of.gated:
-            of.active.mul_(of.linear)
-        of.from_inner(self.fc2.weight, self.fc2.bias)
-        of.x.add_(of.residual)
+    def finish(self, buffers: LayerBuffers) -> None:
+        """Computes the output, `buffers.x`, from the input `buffers.x` and from `buffers.attended`."""
+        buffers.to_residual(self.proj.weight, self.proj.bias)
+        buffers.x.add_(buffers.residual)
+        buffers.norm(self.mlp_norm, buffers.x, buffers.normed)
+        buffers.to_inner(self.fc1.weight, self.fc1.bias)
+        self.activate(buffers.gate, out=buffers.active)
+        if buffers.gated:
+            buffers.active.mul_(buffers.linear)
+        buffers.from_inner(self.fc2.weight, self.fc2.bias)
+        buffers.x.add_(buffers.residual)
 
 
 def _activation(config: TransformerConfig) -> Callable[..., Tensor]:

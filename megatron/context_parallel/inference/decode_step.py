@@ -74,22 +74,22 @@ class DecodeStep:
     @torch.inference_mode()
     def run(self) -> Tensor:
         """The operations of a step on the buffers. Without autograd's part they take 4 % less time on a CPU."""
-        of = self.buffers
+        buffers = self.buffers
         tokens, positions = self._inputs.unbind()
         embedding = self.model.embedding
-        torch.index_select(embedding.word_embeddings.weight, 0, tokens, out=of.x)
+        torch.index_select(embedding.word_embeddings.weight, 0, tokens, out=buffers.x)
         if embedding.add_position_embedding:
-            torch.index_select(embedding.position_embeddings.weight, 0, positions, out=of.residual)
-            of.x.add_(of.residual)
+            torch.index_select(embedding.position_embeddings.weight, 0, positions, out=buffers.residual)
+            buffers.x.add_(buffers.residual)
         for number, layer in enumerate(self.layers, 1):
             recorder.at_layer(number)
-            layer.attend(of, self.attend)
+            layer.attend(buffers, self.attend)
             if number == len(self.layers) and self.wanted is not None:
-                torch.index_select(of.x, 0, self.wanted, out=self.last.x)
-                torch.index_select(of.attended, 0, self.wanted, out=self.last.attended)
-                of = self.last
-            layer.finish(of)
-        of.norm(self.model.decoder.final_layernorm, of.x, of.normed)
+                torch.index_select(buffers.x, 0, self.wanted, out=self.last.x)
+                torch.index_select(buffers.attended, 0, self.wanted, out=self.last.attended)
+                buffers = self.last
+            layer.finish(buffers)
+        buffers.norm(self.model.decoder.final_layernorm, buffers.x, buffers.normed)
         self._to_logits(output_weight(self.model))
         return self.logits
 
@@ -107,10 +107,10 @@ class DecodeStep:
     @torch.inference_mode()
     def attend_only(self) -> None:
         """The step of a rank without rows: attention over its keys for the rows of the others."""
-        of = self.buffers
+        buffers = self.buffers
         for number, layer in enumerate(self.layers, 1):
             recorder.at_layer(number)
-            self.attend.write(layer.core, of.queries, of.turned_k, of.v, of.by_head)
+            self.attend.write(layer.core, buffers.queries, buffers.turned_k, buffers.v, buffers.by_head)
 
 
 def _address(x: Tensor | None) -> int:

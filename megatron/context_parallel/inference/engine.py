@@ -401,13 +401,7 @@ class Engine:
         needed += sum(self._rows_to_come(run.request, run.cached) for run in self.running.values())
         if self.running:  # a single sequence uses all pages; several may each leave some unfilled
             needed += self.waste * (len(self.running) + 1)
-        if not self._fits(needed, copies):
-            self._trim()
-        for oldest in [sequence for sequence in self._kept if sequence != spare]:
-            if self._fits(needed, copies):
-                break
-            self._forget(oldest)
-        return self._fits(needed, copies)
+        return self._free_for(needed, copies, spare)
 
     def _rows_to_come(self, request: Request, cached: int) -> int:
         """How many rows a request with so many cached ones may still take at a time."""
@@ -430,14 +424,19 @@ class Engine:
                     self.cache.trim(run.sequence)
 
     def _find_room(self, tokens: int) -> None:
-        """Free keys outside every window, and then sequences, if a step's tokens may not fit."""
-        if self.cache.window is None or self._fits(needed := tokens + self.waste * (len(self.running) + 1), False):
-            return
-        self._trim()
-        for oldest in [*self._kept]:
-            if self._fits(needed, False):
-                return
+        """Make room for a step's tokens. Without windows, `_admit` has done so."""
+        if self.cache.window is not None:
+            self._free_for(tokens + self.waste * (len(self.running) + 1), False)
+
+    def _free_for(self, needed: int, copies: bool, spare: int | None = None) -> bool:
+        """Free keys outside every window, and then the oldest sequences but `spare`, until so many tokens fit."""
+        if not self._fits(needed, copies):
+            self._trim()
+        for oldest in [sequence for sequence in self._kept if sequence != spare]:
+            if self._fits(needed, copies):
+                break
             self._forget(oldest)
+        return self._fits(needed, copies)
 
     def _fits(self, tokens: int, copies: bool) -> bool:
         """Whether so many tokens fit; for copies, no rank may be full, however much space the others have."""

@@ -48,11 +48,11 @@ class KeyRows(NamedTuple):
         if step == 1:
             self.rows.append(slice(start * page + begin, start * page + end))
             return
-        whole, stop = -(-begin // page), end // page
+        whole, stop = -(-begin // page), end // page  # the first whole page, and the page behind the last whole one
         if whole < stop:
             self.pages.append(slice(start + whole * step, start + stop * step, step))
-        edges = [(begin, min(end, whole * page)), (max(begin, stop * page), end)]
-        for first, last in edges[: 1 if whole > stop else 2]:
+        edges = [(begin, end)] if whole > stop else [(begin, whole * page), (stop * page, end)]
+        for first, last in edges:
             if first < last:
                 slot = (start + first // page * step) * page + first % page
                 self.rows.append(slice(slot, slot + last - first))

@@ -170,12 +170,12 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, 
         The tokens, the sums, and 1 where the sorted tokens were enough, else 0; each [rows].
     """
     columns = logits.shape[-1]
-    numbers = [(of.temperature, of.uniform, of.top_p or 1.0, min(of.top_k or columns, columns)) for of in limits]
+    numbers = [(one.temperature, one.uniform, one.top_p or 1.0, min(one.top_k or columns, columns)) for one in limits]
     temperature, uniform, top_p, top_k = torch.tensor(numbers, dtype=torch.float64).to(logits.device).unbind(-1)
     # At most 0 before the division, so that with a small temperature scores overflow only to a probability of 0.
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1))
-    if any(of.min_p for of in limits):
-        least = torch.tensor([of.min_p for of in limits], dtype=torch.float64).log().to(logits.device)
+    if any(one.min_p for one in limits):
+        least = torch.tensor([one.min_p for one in limits], dtype=torch.float64).log().to(logits.device)
         scores = scores.masked_fill(scores < least.unsqueeze(-1), -math.inf)
     if not most:
         cumulated = scores.softmax(-1).cumsum(-1)
@@ -184,7 +184,7 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, 
     values, order = _likeliest(scores, most)
     allowed = torch.arange(values.shape[-1], device=logits.device) < top_k.unsqueeze(-1)
     probabilities = values.masked_fill(~allowed, -math.inf).softmax(-1)
-    if not all(0 < of.top_k < columns for of in limits):
+    if not all(0 < one.top_k < columns for one in limits):
         of_all = scores.softmax(-1).gather(-1, order)
         probabilities = torch.where((top_k < columns).unsqueeze(-1), probabilities, of_all)
     cumulated = probabilities.cumsum(-1)
@@ -223,7 +223,7 @@ def _tops(logprobs: Tensor, counts: Sequence[int]) -> list[Top]:
     values, indices = logprobs.topk(most)
     tops = []
     for count, *pairs in zip(counts, indices.tolist(), values.tolist(), strict=True):
-        likeliest = zip(*(of[:count] for of in pairs), strict=True)
+        likeliest = zip(*(column[:count] for column in pairs), strict=True)
         tops.append(tuple([(token, logprob) for token, logprob in likeliest if logprob > -math.inf]))
     return tops
 

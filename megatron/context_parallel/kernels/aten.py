@@ -172,16 +172,19 @@ def _backward_causal(
     squares, rectangles = _causal_parts(q.shape[2])
     if not rectangles:
         return cpu_attention_backward(dout, q, k, v, out, lse, 0.0, True, scale=scale)
-    grads = torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
-    for rows, keys in [*((rows, rows) for rows in squares), *rectangles]:
-        by_rows = [x[:, :, keys] if x is k or x is v else x[:, :, rows] for x in (dout, q, k, v, out, lse)]
-        parts = cpu_attention_backward(*by_rows, 0.0, rows is keys, scale=scale)
-        for grad, part, at in zip(grads, parts, (rows, keys, keys), strict=True):
-            if rows is keys:  # the squares come first and cover all rows
-                grad[:, :, at] = part
-            else:
-                grad[:, :, at].add_(part)
-    return grads
+    dq, dk, dv = torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def of_piece(rows: slice, keys: slice, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows]
+        return cpu_attention_backward(*inputs, 0.0, causal, scale=scale)
+
+    for rows in squares:  # they cover all rows
+        dq[:, :, rows], dk[:, :, rows], dv[:, :, rows] = of_piece(rows, rows, causal=True)
+    for rows, keys in rectangles:
+        grads = of_piece(rows, keys, causal=False)
+        for into, grad in zip((dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]), grads, strict=True):
+            into.add_(grad)
+    return dq, dk, dv
 
 
 def _added(seen: Tensor, like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.progress import is_first_rank
 
 from . import position
 from .aten import AtenFlash
@@ -116,9 +117,11 @@ def kernel_for(
 
 @cache
 def _kernel(device: torch.device, need: Need, backend: str) -> Kernel:
-    _check(need, backend, device=device.type)
+    check_backend(
+        backend, need.dtype, need.head_dim, device=device.type, value_dim=need.value_dim, softcap=need.softcap
+    )
     kernel, what = _chosen(device, need, backend)
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         logging.getLogger(__name__).info("--cp-attention-backend %s: %s", backend, what)
     return kernel
 
@@ -180,18 +183,9 @@ def check_backend(
     Raises:
         UsageError: it cannot; the message names a backend that can.
     """
-    _check(
-        _need(dtype, head_dim, value_dim, softcap),
-        backend,
-        device=device,
-        irregular=irregular,
-        on_this_host=on_this_host,
-    )
-
-
-def _check(need: Need, backend: str, *, device: str, irregular: str | None = None, on_this_host: bool = True) -> None:
     if backend not in BACKENDS:
         raise UsageError(f"--cp-attention-backend {backend}: unknown; choose one of {', '.join(BACKENDS)}")
+    need = _need(dtype, head_dim, value_dim, softcap)
     capability = torch.cuda.get_device_capability() if on_this_host and device == "cuda" else None
 
     def refusal(name: str) -> str | None:

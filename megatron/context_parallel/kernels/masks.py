@@ -29,6 +29,10 @@ class Runs(NamedTuple):
         bounds = (x[:, rows].clamp(keys.start, keys.stop) - keys.start for x in self)
         return Runs(*bounds)
 
+    def by_sample(self) -> Iterator["Runs"]:
+        """The runs of each sample alone."""
+        return map(Runs, self.first.split(1), self.end.split(1))
+
 
 PieceMask = str | Runs  # FULL, CAUSAL (square: row i sees key rows 0..i), or runs
 
@@ -48,9 +52,8 @@ def of_each_sample(pieces: Iterable[Piece]) -> Iterator[Piece]:
         if not isinstance(piece.mask, Runs) or len(piece.mask.first) == 1:
             yield piece
             continue
-        alone = zip(piece.mask.first.split(1), piece.mask.end.split(1), strict=True)
-        for sample, bounds in enumerate(alone):
-            yield piece._replace(mask=Runs(*bounds), sample=sample)
+        for sample, runs in enumerate(piece.mask.by_sample()):
+            yield piece._replace(mask=runs, sample=sample)
 
 
 def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
@@ -81,8 +84,7 @@ def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]
         return [Piece(slice(0, 1), slice(first, end), FULL)] if end > first else []
     if len(block.first) == 1:
         return list(islice(_cut_sample(block, None, short), most))
-    alone = enumerate(zip(block.first.split(1), block.end.split(1), strict=True))
-    of_samples = (_cut_sample(Runs(*bounds), sample, short) for sample, bounds in alone)
+    of_samples = (_cut_sample(runs, sample, short) for sample, runs in enumerate(block.by_sample()))
     return list(islice(chain.from_iterable(of_samples), most))
 
 
@@ -108,20 +110,20 @@ def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
 
 def _segments(first: numpy.ndarray, end: numpy.ndarray) -> Iterator[tuple[slice, int, int]]:
     """Successive rows whose bounds grow evenly: (rows, growth of first per row, growth of end per row)."""
-    growth = numpy.diff(first), numpy.diff(end)
-    changed = (growth[0][1:] != growth[0][:-1]) | (growth[1][1:] != growth[1][:-1])
+    first_growth, end_growth = numpy.diff(first), numpy.diff(end)
+    changed = (first_growth[1:] != first_growth[:-1]) | (end_growth[1:] != end_growth[:-1])
     edges = [0, *(numpy.flatnonzero(changed) + 1).tolist(), len(first) - 1]
-    row = 0
+    row = 0  # where the next segment begins
     for start, stop in pairwise(edges):  # rows start .. stop grow evenly
         jump = stop - start == 1 and stop < len(first) - 1  # the row after a jump belongs to the next group
         if row > stop or (jump and row == stop):
             continue
-        last = stop - jump
-        if last > row:
-            yield slice(row, last + 1), int(growth[0][start]), int(growth[1][start])
+        segment = slice(row, stop if jump else stop + 1)
+        if segment.stop - row > 1:
+            yield segment, int(first_growth[start]), int(end_growth[start])
         else:
-            yield slice(row, last + 1), 0, 0
-        row = last + 1
+            yield segment, 0, 0
+        row = segment.stop
     if row < len(first):
         yield slice(row, len(first)), 0, 0
 

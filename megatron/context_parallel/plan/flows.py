@@ -96,19 +96,19 @@ class _Table:
         rates = np.zeros(len(rows))
         waiting = np.arange(len(rows))
         while len(waiting):
-            of = uses[waiting]
-            each = left / np.maximum(count, 1)
-            tightest = each[of].min(1)
+            used = uses[waiting]  # [tasks, resources of each]
+            share = left / np.maximum(count, 1)  # of each resource, for one of its tasks
+            tightest = share[used].min(1)  # of each task
             least = np.full(len(left), math.inf)  # that a task of a resource gets at its tightest
-            np.minimum.at(least, of.ravel(), np.repeat(tightest, of.shape[1]))
-            full = each <= least * (1 + SAME)
+            np.minimum.at(least, used.ravel(), np.repeat(tightest, used.shape[1]))
+            full = share <= least * (1 + SAME)
             full[NO_RESOURCE] = False
-            fixed = full[of].any(1)
+            fixed = full[used].any(1)
             rates[waiting[fixed]] = tightest[fixed]
-            ended = of[fixed].ravel()
-            taken = np.bincount(ended, np.repeat(tightest[fixed], of.shape[1]), len(left))
+            freed = used[fixed].ravel()
+            taken = np.bincount(freed, np.repeat(tightest[fixed], used.shape[1]), len(left))
             left = np.maximum(left - np.where(left < math.inf, taken, 0.0), 0.0)
-            count -= np.bincount(ended, minlength=len(left))
+            count -= np.bincount(freed, minlength=len(left))
             waiting = waiting[~fixed]
         changed = rates != self.rates[rows]
         tasks = [running for row in rows[changed].tolist() if (running := self.tasks[row])]

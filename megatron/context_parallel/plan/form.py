@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from .ir import PARTIAL, AllGather, Attend, Comm, Plan, PlanError, ReduceScatter, Step, T
+from .ir import PARTIAL, AllGather, Attend, Collective, Comm, Plan, PlanError, ReduceScatter, Step, T
 
 
 def check_form(plan: Plan) -> None:
@@ -77,7 +77,7 @@ def _wrong_comm(op: object, r: int, n: int, travels: frozenset[T]) -> str:
         return f"{kind} of {op.tensor}, which is not sent in this pass; need one of {', '.join(sorted(travels))}"
     if not isinstance(op.channel, str) or not op.channel:
         return f"{kind} of {op.tensor} on channel {op.channel!r}; need a name"
-    if isinstance(op, AllGather | ReduceScatter):
+    if isinstance(op, Collective):
         return _wrong_collective(op, kind, r, n)
     if not _below(op.chunk, n):
         return f"{kind} of {op.tensor} chunk {op.chunk!r}; need a chunk below {n}"
@@ -86,7 +86,7 @@ def _wrong_comm(op: object, r: int, n: int, travels: frozenset[T]) -> str:
     return ""
 
 
-def _wrong_collective(op: AllGather | ReduceScatter, kind: str, r: int, n: int) -> str:
+def _wrong_collective(op: Collective, kind: str, r: int, n: int) -> str:
     what = f"{kind} of {op.tensor} over ranks {op.group!r}"
     if (op.tensor in PARTIAL) != isinstance(op, ReduceScatter):
         return f"{what}: partials are reduce-scattered, other tensors gathered"

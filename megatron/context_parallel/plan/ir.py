@@ -162,7 +162,8 @@ class SwapHeads:
 
 
 Message = Send | Recv
-Comm = Message | AllGather | ReduceScatter
+Collective = AllGather | ReduceScatter
+Comm = Message | Collective
 
 
 def batches(comm: tuple[Comm, ...]) -> list[tuple[str, list[Comm]]]:
@@ -246,9 +247,9 @@ class Plan:
 
     Chunk i belongs to rank i. Its tensors start there (`starts`) and its results must end there (`ends`).
 
-    With `heads` > 1 there are `heads` groups of n ranks. Each group runs the steps for its part of the heads. Before
-    and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union of `heads`
-    smaller chunks, and each of these ranks owns one of them.
+    `heads` is the head-parallel size. Above 1 there are so many groups of n ranks. Each group runs the steps for its
+    part of the heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is
+    then a union of `heads` smaller chunks, and each of these ranks owns one of them.
 
     With `rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
@@ -370,7 +371,7 @@ class Plan:
         needed.update((op.channel, everyone) for op in self.before)
         for step in self.steps[place]:
             for op in step.comm:
-                if isinstance(op, AllGather | ReduceScatter):
+                if isinstance(op, Collective):
                     needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
         return sorted(needed)
 
@@ -382,7 +383,7 @@ class Plan:
         place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         found = set[tuple[str, int, int]]()
         for op in (op for step in self.steps[place] for op in step.comm):
-            if isinstance(op, Send | Recv) or (isinstance(op, ReduceScatter) and not self.can_sum(op)):
+            if isinstance(op, Message) or (isinstance(op, ReduceScatter) and not self.can_sum(op)):
                 found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(place))
         return found
 

@@ -22,8 +22,8 @@ from .ir import (
     IN_FLIGHT,
     OF_KEYS,
     PARTIAL,
-    AllGather,
     Attend,
+    Collective,
     Comm,
     Key,
     Message,
@@ -161,10 +161,10 @@ class Machine:
         self.buffered = buffered
         self.held: list[dict[Key, int]] = [{} for _ in range(self.shift.period)]  # in the round at work
         self.arriving: list[Arriving] = [{} for _ in self.held]
-        self.parts: list[dict[tuple, float]] = [{} for _ in self.held]  # blocks of which some heads are computed
+        self.begun: list[dict[tuple, float]] = [{} for _ in self.held]  # blocks of which some heads are computed
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
-        self.lines: dict[tuple, list[Operation]] = defaultdict(list)  # messages without counterpart, by their ends
+        self.messages: dict[tuple, list[Operation]] = defaultdict(list)  # without counterpart, by their ends
         self.collectives: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
         self.started: list[Operation] = []
         self.completed: list[CommBatch] = []
@@ -176,11 +176,11 @@ class Machine:
         plan = self.plan
         count = len(plan.steps[r])
         last = plan.turns - 1
-        yield from _start(plan.before, 0, 0)
+        yield from _start_swap(plan.before, 0, 0)
         leaving: Iterable[Event] = ()
         for k in range(plan.turns):
             yield from [SwapWait(Swap(op, k)) for op in plan.before]
-            entering = _start(plan.before if k < last else (), k + 1, (k + 1) * count)
+            entering = _start_swap(plan.before if k < last else (), k + 1, (k + 1) * count)
             if not plan.rounds_overlap:
                 yield from entering
             yield from self._steps(r, k, k * count, chain(entering, leaving))
@@ -196,13 +196,13 @@ class Machine:
             yield from self._receive(r, end, key, held, arriving)
         if k > 0:
             yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.after]
-        yield from _start(self.plan.after, k, end)
+        yield from _start_swap(self.plan.after, k, end)
 
     def _steps(self, r: int, turn: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
         """The steps of a round of rank `r`, counted from `first`, with other events after the first block."""
         held = self.held[r] = {(t, r): 1 << r for t in self.plan.starts}
         arriving = self.arriving[r] = {}
-        backward, parts = self.plan.backward, self.parts[r]
+        backward, begun = self.plan.backward, self.begun[r]
         for s, step in enumerate(self.plan.steps[r], first):
             yield Launch(step.comm, s == 0)
             for op in step.comm:
@@ -214,7 +214,7 @@ class Machine:
                             kind = type(op).__name__
                             raise PlanError(f"rank {r}, step {s}: {kind} of {say(key)}, which the rank does not have")
                         held[key] = 0  # no contribution: zeros are sent
-                    if parts and key[0] in PARTIAL:
+                    if begun and key[0] in PARTIAL:
                         self._check_whole(r, s, key)
             for channel, ops in batches(step.comm):
                 running = self.launched[r, channel]
@@ -254,11 +254,11 @@ class Machine:
     def _compute(self, r: int, s: int, attend: Attend) -> None:
         """Adds the pairs of a block to the partials of its chunks, with the last part of its heads."""
         block = attend.q_chunks, attend.kv_chunks
-        if (done := self.parts[r].pop(block, 0.0)) != attend.heads[0]:
+        if (done := self.begun[r].pop(block, 0.0)) != attend.heads[0]:
             which = f"block of query chunks {block[0]} and key chunks {block[1]}"
             raise PlanError(f"rank {r}, step {s}: {which} from {attend.heads[0]} of the heads, after {done} of them")
         if attend.heads[1] < 1:
-            self.parts[r][block] = attend.heads[1]
+            self.begun[r][block] = attend.heads[1]
             return
         visible_pairs = self.plan.visible_pairs
         self._add(r, s, self.ends[0], attend.q_chunks, visible_pairs.rows, attend.kv_chunks)
@@ -268,7 +268,7 @@ class Machine:
     def _check_whole(self, r: int, s: int, key: Key) -> None:
         """Raises PlanError if a partial that leaves has some heads only of a block."""
         tensor, chunk = key
-        for q_chunks, kv_chunks in self.parts[r]:
+        for q_chunks, kv_chunks in self.begun[r]:
             if chunk in (kv_chunks if tensor in OF_KEYS else q_chunks):
                 raise PlanError(f"rank {r}, step {s}: {say(key)} is sent with a part of the heads of a block")
 
@@ -312,20 +312,20 @@ class Machine:
         sends = isinstance(op, Send)
         sender, receiver = (batch.rank, op.peer) if sends else (op.peer, batch.rank)
         chunk = op.chunk
-        if self.moves and (by := self.shift.back(sender)):
+        if self.moves and (by := self.shift.way_back(sender)):
             sender, receiver, chunk = [self.shift.moved(number, by) for number in (sender, receiver, chunk)]
-        line = self.lines[sender, receiver, op.channel]
+        waiting = self.messages[sender, receiver, op.channel]
         label = "p2p", op.tensor, (chunk,)
-        if not line or isinstance(line[0].parties[0][1], Send) == sends:
+        if not waiting or isinstance(waiting[0].parties[0][1], Send) == sends:
             operation = Operation(label, 2)
-            line.append(operation)
+            waiting.append(operation)
             return operation
-        operation = line.pop(0)
+        operation = waiting.pop(0)
         if operation.label != label:
             self._mismatch(batch, op, label, operation)
         return operation
 
-    def _gather(self, batch: CommBatch, op: AllGather | ReduceScatter) -> Operation:
+    def _gather(self, batch: CommBatch, op: Collective) -> Operation:
         """This collective: the next of its group on the channel."""
         r, shift = batch.rank, self.shift
         group, by = self._first(op.group)
@@ -335,7 +335,8 @@ class Machine:
         queue.launched[r] = number + 1
         operation = queue.unmatched.get(number)
         if operation is None:
-            operation = queue.unmatched[number] = Operation(label, len({shift.like(member) for member in group}))
+            parties = {shift.representative(member) for member in group}
+            operation = queue.unmatched[number] = Operation(label, len(parties))
         elif operation.label != label:
             self._mismatch(batch, op, label, operation)
         if len(operation.parties) + 1 == operation.parties_needed:
@@ -370,9 +371,9 @@ class Machine:
         else:
             givers = op.group if isinstance(op, ReduceScatter) else (op.group[op.chunks.index(chunk)],)
         for giver in givers:
-            if self.moves and (by := shift.back(giver)):
-                like = shift.moved(giver, by), (tensor, shift.moved(chunk, by))
-                value = shift.moved_bits(operation.contributions[like], -by)
+            if self.moves and (by := shift.way_back(giver)):
+                given = operation.contributions[shift.moved(giver, by), (tensor, shift.moved(chunk, by))]
+                value = shift.moved_bits(given, -by)
             else:
                 value = operation.contributions[giver, key]
             if total & value:
@@ -410,7 +411,7 @@ class Machine:
 
     def check_matched(self) -> None:
         """Raises PlanError if an operation has no counterpart."""
-        left = [*self.lines.values(), *(queue.unmatched.values() for queue in self.collectives.values())]
+        left = [*self.messages.values(), *(queue.unmatched.values() for queue in self.collectives.values())]
         for operation in chain.from_iterable(left):
             batch, _ = operation.parties[0]
             raise PlanError(
@@ -418,7 +419,7 @@ class Machine:
             )
 
 
-def _start(swaps: tuple[SwapHeads, ...], number: int, step: int) -> Iterator[Event]:
+def _start_swap(swaps: tuple[SwapHeads, ...], number: int, step: int) -> Iterator[Event]:
     """The start of a round's head swap, if there is one, with the time to pack heads."""
     for op in swaps:
         yield Launch((op,), False, op)

@@ -4,20 +4,20 @@ from collections.abc import Callable, Hashable
 
 from megatron.context_parallel.tokens.shift import Shift
 
-from .ir import AllGather, Attend, Comm, Plan, PlanError, ReduceScatter, Send, Step
+from .ir import Attend, Collective, Comm, Plan, PlanError, Send, Step
 
 
 def moved_back(
     rank: int, shift: Shift, steps: tuple[Step, ...], look: Callable[[Attend], Hashable] | None = None
 ) -> list:
-    """The steps of a rank with all ranks and chunks moved, so that it is the rank that stands for it.
+    """The steps of a rank with all ranks and chunks moved, so that the rank is its representative.
 
     Args:
         rank, shift: the rank, and how ranks are moved.
         steps: what it does.
         look: a property of blocks in which ranks that do the same must agree too.
     """
-    by = shift.back(rank)
+    by = shift.way_back(rank)
     work = list[tuple]()
     for s, step in enumerate(steps):
         for op in step.comm:
@@ -30,7 +30,7 @@ def moved_back(
 
 
 def _moved(op: Comm, shift: Shift, by: int) -> tuple:
-    if isinstance(op, AllGather | ReduceScatter):
+    if isinstance(op, Collective):
         pairs = zip(op.group, op.chunks, strict=True)
         members = sorted([(shift.moved(r, by), shift.moved(c, by)) for r, c in pairs])
         return type(op), op.tensor, op.channel, members
@@ -47,9 +47,9 @@ def check_period(plan: Plan) -> None:
         return
     first = [moved_back(rank, shift, plan.steps[rank]) for rank in range(period)]
     for rank in range(period, n):
-        like = shift.like(rank)
-        if moved_back(rank, shift, plan.steps[rank]) != first[like]:
+        representative = shift.representative(rank)
+        if moved_back(rank, shift, plan.steps[rank]) != first[representative]:
             raise PlanError(
-                f"rank {rank}: does not do what rank {like} does, but {plan.name} declares period {period}; "
+                f"rank {rank}: does not do what rank {representative} does, but {plan.name} declares period {period}; "
                 "declare the true one, or none"
             )

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import RowSet, Slices, joined, members, size_of
 
-from .ir import OF_KEYS, PARTIAL, Key, Plan, Recv, Send, T, Transfer
+from .ir import OF_KEYS, PARTIAL, Key, Message, Plan, Recv, T, Transfer
 
 _NO_ROWS = np.empty((0, 2), np.int64)
 
@@ -105,7 +105,7 @@ class RowSets:
         """The query and key chunks, with only the rows that the blocks of `rank` compute with."""
         query = self.plan.starts[0]
         uses = self._of_rank(rank)
-        computed = [key for key, of in uses.items() if of.others] + [(query, rank), (T.KV, rank)]
+        computed = [key for key, use in uses.items() if use.others] + [(query, rank), (T.KV, rank)]
         queries = {chunk: self.in_blocks(rank, query, chunk) for tensor, chunk in computed if tensor is query}
         keys = {chunk: self.in_blocks(rank, T.KV, chunk) for tensor, chunk in computed if tensor is T.KV}
         return self.q.narrowed(queries), self.kv.narrowed(keys)
@@ -139,7 +139,7 @@ class RowSets:
             query = self.plan.starts[0]
             for step in self.plan.steps[rank]:
                 for op in step.comm:
-                    if isinstance(op, Send | Recv):
+                    if isinstance(op, Message):
                         if isinstance(op, Recv) == (op.tensor in PARTIAL):
                             uses[op.tensor, op.chunk].peers.append(op.peer)
                     else:

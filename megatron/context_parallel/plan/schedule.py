@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from .ir import PARTIAL, AllGather, Attend, Comm, Key, Plan, Recv, ReduceScatter, Send, T, batches
+from .ir import PARTIAL, Attend, Collective, Comm, Key, Message, Plan, Recv, Send, T, batches
 from .liveness import last_reads
 
 
@@ -41,7 +41,7 @@ class Scheduled(NamedTuple):
         freed: the received copies that no later step reads.
     """
 
-    collectives: tuple[AllGather | ReduceScatter, ...]
+    collectives: tuple[Collective, ...]
     messages: tuple[MessageBatch, ...]
     blocks: tuple[ScheduledBlock, ...]
     freed: tuple[Key, ...]
@@ -65,22 +65,22 @@ def _scheduled(plan: Plan, rank: int) -> Iterator[Scheduled]:
             freed.setdefault(last_read, []).append((tensor, chunk))
     last = _last(plan, rank)
     for s, step in enumerate(plan.steps[rank]):
-        collectives = tuple(op for op in step.comm if isinstance(op, AllGather | ReduceScatter))
+        collectives = tuple(op for op in step.comm if isinstance(op, Collective))
         messages = [
             MessageBatch(channel, _ends(ops, Send), _ends(ops, Recv), tuple(ops))
             for channel, ops in batches(step.comm)
-            if isinstance(ops[0], Send | Recv)
+            if isinstance(ops[0], Message)
         ]
         blocks = [ScheduledBlock(attend, attend.reads(plan.backward), next(last)) for attend in step.attend]
         yield Scheduled(collectives, tuple(messages), tuple(blocks), tuple(freed.get(s, ())))
 
 
-def _ends(ops: list[Comm], kind: type[Send | Recv]) -> tuple[tuple[Key, int], ...]:
+def _ends(ops: list[Comm], kind: type[Message]) -> tuple[tuple[Key, int], ...]:
     return tuple(((op.tensor, op.chunk), op.peer) for op in ops if isinstance(op, kind))
 
 
 def _last(plan: Plan, rank: int) -> Iterator[bool]:
-    """`Block.last` of each block of `rank`, in order."""
+    """`ScheduledBlock.last` of each block of `rank`, in order."""
     steps = plan.steps[rank]
     blocks = [(s, attend.kv_chunks) for s, step in enumerate(steps) for attend in step.attend]
     for (before, chunks), (after, following) in pairwise(blocks):

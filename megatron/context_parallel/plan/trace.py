@@ -67,7 +67,7 @@ class _Alone:
     def __init__(self, plan: Plan, block_time: Callable, transfer_time: Callable[[Transfer], float] | None) -> None:
         self.plan = plan
         self.block_time = block_time
-        self.transfer_time = transfer_time or _no_time
+        self.transfer_time = transfer_time
         self.flows = Flows()
 
     def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
@@ -78,17 +78,13 @@ class _Alone:
 
     def messages(self, group: int, op: Comm | SwapHeads, transfers: Sequence[Transfer]) -> Iterator[tuple[Task, float]]:
         for transfer in transfers:
-            if time := self.transfer_time(transfer):
+            if time := self.transfer_time(transfer) if self.transfer_time else 0.0:
                 lines = (op.channel, transfer.sender, "out"), (op.channel, transfer.receiver, "in")
                 yield Task(time, tuple([self.flows.resource(line, 1.0) for line in lines])), 0.0
 
 
 def _pair_cost(attend: Attend, plan: Plan) -> float:
     return sum(1 for _ in attend.pairs(plan.visible_pairs))
-
-
-def _no_time(transfer: Transfer) -> float:
-    return 0.0
 
 
 def trace(

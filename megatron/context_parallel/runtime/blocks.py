@@ -56,7 +56,7 @@ class Blocks:
 
         Both passes share them if they need the same rows.
         """
-        key = tuple([of.tobytes() for of in (*q.of_chunks, *kv.of_chunks)])
+        key = tuple([chunk.tobytes() for chunk in (*q.of_chunks, *kv.of_chunks)])
         if key not in self._narrowed:
             self._narrowed[key] = Blocks(self.mask, q, kv, self.kernel)
         return self._narrowed[key]
@@ -127,9 +127,9 @@ class Blocks:
             if not (self.mask.causal and inside.all()):  # a causal run ends in its document
                 end = np.minimum(end, np.repeat(keys[1:], count))
             for gap in np.flatnonzero(~inside & (count > 0)):
-                at = slice(*rows[gap : gap + 2])
-                own = self.q.positions(q_chunk)[at].numpy()
-                first[at] = end[at] = self.kv.before(kv_chunks, own)
+                in_gap = slice(*rows[gap : gap + 2])
+                positions = self.q.positions(q_chunk)[in_gap].numpy()
+                first[in_gap] = end[in_gap] = self.kv.before(kv_chunks, positions)
             of_samples.append((first, end))
         if len(of_samples) == 1:
             return Runs(*(torch.from_numpy(x).unsqueeze(0) for x in of_samples[0]))
@@ -163,14 +163,13 @@ class Blocks:
             yield from [(piece.q, piece.kv, piece.mask) for piece in pieces]
             return
         for piece in of_each_sample(pieces):  # a part of the heads is not a part of each sample
-            here = heads
+            first, end = heads.start, heads.stop
             if piece.sample is not None:
                 assert self.mask.documents is not None  # only documents have pieces of a single sample
-                each = count // self.mask.documents.shape[0]
-                here = range(max(heads.start, piece.sample * each), min(heads.stop, (piece.sample + 1) * each))
-            if here:
-                of_heads = slice(here.start, here.stop)
-                yield (piece.q, of_heads), (piece.kv, of_heads), piece.mask
+                per_sample = count // self.mask.documents.shape[0]
+                first, end = max(first, piece.sample * per_sample), min(end, (piece.sample + 1) * per_sample)
+            if first < end:
+                yield (piece.q, slice(first, end)), (piece.kv, slice(first, end)), piece.mask
 
     def _of_sequences(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
         """The pieces of a block, each within one sequence."""

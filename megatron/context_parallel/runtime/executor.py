@@ -154,19 +154,19 @@ class Executor:
         """Each rank gets the partials of its chunk from all other ranks, or their sum from the transport."""
         place = op.group.index(self.rank)
         own = op.tensor, op.chunks[place]
-        sums = self._can_sum(op)
+        can_sum = self._can_sum(op)
         for chunk in op.chunks:
             key = op.tensor, chunk
-            if key in self.arriving and (sums or key != own):
+            if key in self.arriving and (can_sum or key != own):
                 yield from self._arrive(key)
-        if sums:
+        if can_sum:
             yield from self._sum(op, own, op.group[place - 1])
         else:
             yield from self._exchange_partials(op, own, place)
 
     def _can_sum(self, op: ReduceScatter) -> bool:
         """Whether the transport can sum gradients, and all of their chunks have the same number of rows."""
-        if not (self.plan.can_sum(op) and self.transport.sums):
+        if not (self.plan.can_sum(op) and self.transport.can_sum):
             return False
         rows = self.problem.blocks.chunks(op.tensor).rows
         return len({rows(chunk) for chunk in op.chunks}) == 1
@@ -225,10 +225,12 @@ class Executor:
             self._put(key, value, peer)
 
     def _put(self, key: Key, value: Value, peer: int) -> None:
-        where = self.rows.of_peer(key, peer) if key[0] in PARTIAL else None
-        if key[0] not in PARTIAL or (key not in self.held and where is None):
-            self.held[key] = self._wide(value) if key[0] in (T.DQ, T.DKV) else value
-        elif key[0] is T.O:
+        """Keeps a received chunk. A partial is merged with the one that is there."""
+        tensor, _ = key
+        where = self.rows.where(key, peer) if tensor in PARTIAL else None
+        if tensor not in PARTIAL or (key not in self.held and where is None):
+            self.held[key] = self._wide(value) if tensor in (T.DQ, T.DKV) else value
+        elif tensor is T.O:
             out, lse = value
             self._merge(key, where, [(ALL, out, lse)])
         else:
@@ -248,7 +250,7 @@ class Executor:
         """The value to send to a peer."""
         if key[0] in PARTIAL:
             return self._removed(key)
-        where = self.rows.of_peer(key, peer)
+        where = self.rows.where(key, peer)
         return self.held[key] if where is None else tuple([x[where] for x in self.held[key]])
 
     def _removed(self, key: Key) -> Value:
@@ -318,7 +320,7 @@ class Executor:
 
     def _operand(self, tensor: T, chunk: int) -> Value:
         """The rows of an input that blocks compute with."""
-        where = self.rows.computed(tensor, chunk)
+        where = self.rows.where((tensor, chunk))
         value = self.held[tensor, chunk]
         return value if where is None else tuple([x[where] for x in value])
 
@@ -350,7 +352,7 @@ class Executor:
     def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
         key = (T.O, chunk)
         (q,) = self._operand(T.Q, chunk)
-        where = self.rows.computed(T.O, chunk)
+        where = self.rows.where(key)
         results = []
         for rows, kv_rows, mask in cut:
             k, v = self._keys(kv_chunks)
@@ -387,11 +389,11 @@ class Executor:
 
     def _begin(self, key: Key) -> Value | None:
         """The gradients that a block is added to: the partial itself, unless it has other rows than the block."""
-        return self.held.get(key) if self.rows.computed(*key) is None else None
+        return self.held.get(key) if self.rows.where(key) is None else None
 
     def _end(self, key: Key, total: Value | None) -> None:
         """Puts the gradients of `_begin` back, with those of the block."""
-        where = self.rows.computed(*key)
+        where = self.rows.where(key)
         if total is None:
             return
         if where is None:
@@ -423,10 +425,10 @@ class Executor:
         """Adds the gradients of gathered keys and values to those of their chunks."""
         new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
         for chunk in new:
-            whole = self.rows.computed(T.DKV, chunk) is None
+            whole = self.rows.where((T.DKV, chunk)) is None
             self.held[T.DKV, chunk] = self._empty(T.DKV, chunk) if whole else self._zero(T.DKV, chunk)
         for chunk, own, where in self.blocks.order(chunks, self.q.device):
-            among = self.rows.computed(T.DKV, chunk)
+            among = self.rows.where((T.DKV, chunk))
             if among is not None:  # all its rows together, because a chunk with row sets has no other order
                 self._add((T.DKV, chunk), among, tuple([x[where] for x in gathered]))
                 continue

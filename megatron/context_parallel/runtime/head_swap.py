@@ -83,22 +83,22 @@ class HeadGroup:
 
         Where each rank has heads of its own it is a view. Otherwise each gets the head that its queries read.
         """
-        size, rounds, turn = len(self.members), self.plan.rounds, self.plan.head_round(turn)
+        size, rounds, number = len(self.members), self.plan.rounds, self.plan.head_round(turn)
         heads = x.shape[2]
         if heads >= size * rounds:
-            return x.unflatten(2, (size, rounds, -1))[:, :, :, turn]
-        of_rank = max(1, heads // size)
-        read = x.unflatten(2, (-1, of_rank))[:, :, :, turn * of_rank // rounds]
+            return x.unflatten(2, (size, rounds, -1))[:, :, :, number]
+        per_rank = max(1, heads // size)
+        read = x.unflatten(2, (-1, per_rank))[:, :, :, number * per_rank // rounds]  # [s, b, heads / per_rank, ...]
         copies = size // read.shape[2]
         return (read.repeat_interleave(copies, 2) if copies > 1 else read).unsqueeze(3)
 
     def to_heads(self, tensors: Sequence[Tensor], turn: int) -> StartedSwap:
         """Swaps [s, b, heads, ...] of this rank's chunk for [s * size, b, h, ...] of the group's, for a round."""
         chunks = [self.by_member(x, turn).movedim(2, 0) for x in tensors]
-        packed, sent = _messages(chunks)
-        received, landed = _messages(chunks)
-        _copy(self._by_heads(sent, chunks))
-        work = self._trade(packed, received)
+        sent, sent_parts = _messages(chunks)
+        received, received_parts = _messages(chunks)
+        _copy(self._by_heads(sent_parts, chunks))
+        work = self._trade(sent, received)
         wholes: list[Tensor] = []
 
         def copy_own() -> None:
@@ -108,7 +108,7 @@ class HeadGroup:
         def land() -> list[Tensor]:
             if not wholes:
                 copy_own()
-            _copy(self._by_rows(wholes, landed))
+            _copy(self._by_rows(wholes, received_parts))
             return wholes
 
         if self.plan.turns == 1:  # otherwise the copies would take memory while another round is computed
@@ -118,21 +118,21 @@ class HeadGroup:
     def to_chunks(self, tensors: Sequence[Tensor], into: list[Tensor]) -> StartedSwap:
         """The inverse of `to_heads`: swaps [s * size, b, h, ...] for `into`, each [s, b, size, h, ...]."""
         chunks = [x.movedim(2, 0) for x in into]
-        packed, sent = _messages(chunks)
-        received, landed = _messages(chunks)
-        _copy(_reversed(self._by_rows(tensors, sent)))
-        work = self._trade(packed, received)
+        sent, sent_parts = _messages(chunks)
+        received, received_parts = _messages(chunks)
+        _copy(_reversed(self._by_rows(tensors, sent_parts)))
+        work = self._trade(sent, received)
         _copy(_reversed(self._own(tensors, chunks)))
 
         def land() -> list[Tensor]:
-            _copy(_reversed(self._by_heads(landed, chunks)))
+            _copy(_reversed(self._by_heads(received_parts, chunks)))
             return into
 
         return StartedSwap(marks.batch("heads", (self.plan.after[0],), work), land)
 
-    def _trade(self, packed: Tensor, received: Tensor) -> Work:
+    def _trade(self, sent: Tensor, received: Tensor) -> Work:
         """Starts the messages of a swap; with several rounds so that they travel while this rank computes."""
-        return self.transport.trade("heads", self.members, packed, received, at_once=self.plan.turns > 1)
+        return self.transport.trade("heads", self.members, sent, received, at_once=self.plan.turns > 1)
 
     def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
         """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""
@@ -176,10 +176,10 @@ def _messages(chunks: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def _reversed(pairs: Iterable[Pair]) -> Iterator[Pair]:
-    return ((of, into) for into, of in pairs)
+    return ((source, into) for into, source in pairs)
 
 
 def _copy(pairs: Iterable[Pair]) -> None:
     """Copies the second of each pair into the first."""
-    into, of = zip(*pairs, strict=True)
-    copy_each(into, of)
+    into, sources = zip(*pairs, strict=True)
+    copy_each(into, sources)

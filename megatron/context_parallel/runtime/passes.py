@@ -25,38 +25,43 @@ def forward(
     k: Tensor,
     v: Tensor,
 ) -> Program[tuple[Tensor, ...]]:
-    """A rank's output and log-sum-exp; if the plan has one round, also the swapped q, k, v and log-sum-exp."""
+    """A rank's output [s, b, heads, dv] and log-sum-exp [s, b, heads].
+
+    If the plan has one round of heads, also the executor's q, k, v and log-sum-exp, of all rounds of tokens.
+    """
     group = HeadGroup(plan, rank, transport)
     heads, dtype = q.shape[2], q.dtype
-    seen, lses = list[Tensor](), list[Tensor]()  # with one round of heads: what all ranges of tokens bring
+    kept, kept_lses = list[Tensor](), list[Tensor]()  # with one round of heads, for the backward pass
 
     def compute(turn: int, meanwhile: Iterable[Work], *swapped: Tensor) -> Program[Program[Results]]:
-        b, ours = swapped[0].shape[1:3]
+        b, own_heads = swapped[0].shape[1:3]
         q, k, v = folded = fold_heads(*swapped)
         if plan.token_rounds > 1:
             if turn == 0:
-                seen[:] = [x.new_empty(plan.token_rounds * len(x), *x.shape[1:]) for x in folded]
-            for whole, x in zip(seen, folded, strict=True):
+                kept[:] = [x.new_empty(plan.token_rounds * len(x), *x.shape[1:]) for x in folded]
+            for whole, x in zip(kept, folded, strict=True):
                 rows_of(plan, whole, turn).copy_(x)
-            k, v = (whole[: (turn + 1) * len(q)] for whole in seen[1:])
+            k, v = (whole[: (turn + 1) * len(q)] for whole in kept[1:])
         elif plan.rounds == 1:
-            seen[:] = folded
-        here = problem.of_range(plan.range_of(turn))
-        executor = Executor(plan, group.context_rank, here, group.context, {T.Q: (q,), T.KV: (k, v)})
+            kept[:] = folded
+        part = problem.of_range(plan.range_of(turn))
+        executor = Executor(plan, group.context_rank, part, group.context, {T.Q: (q,), T.KV: (k, v)})
         yield from executor.run(meanwhile)
-        return results(executor, turn, b, ours)
+        return results(executor, turn, b, own_heads)
 
-    def results(executor: Executor, turn: int, b: int, ours: int) -> Program[Results]:
-        folded, folded_lse = (yield from executor.results())[T.O]
-        out, lse = (x.view(len(x), b, ours, *x.shape[3:]) for x in (folded, folded_lse))
+    def results(executor: Executor, turn: int, b: int, own_heads: int) -> Program[Results]:
+        folded_out, folded_lse = (yield from executor.results())[T.O]
+        out, lse = (x.view(len(x), b, own_heads, *x.shape[3:]) for x in (folded_out, folded_lse))
         if sinks is not None:
             lse = add_sinks(out, lse, sinks[group.slice_of(heads, turn)])
-        if seen:
-            lses.append(lse.view(folded_lse.shape))
+        if kept:
+            kept_lses.append(lse.view(folded_lse.shape))
         return [out.to(dtype), lse]
 
     out, lse = yield from in_rounds(group, (q, k, v), compute)
-    return out, lse, *seen, *([torch.cat(lses) if len(lses) > 1 else lses[0]] if seen else [])
+    if kept:
+        kept.append(torch.cat(kept_lses) if len(kept_lses) > 1 else kept_lses[0])
+    return out, lse, *kept
 
 
 def swap(
@@ -68,7 +73,11 @@ def swap(
 
 
 def fold_heads(q: Tensor, k: Tensor, v: Tensor, *lses: Tensor) -> tuple[Tensor, ...]:
-    """The executor's queries, keys, values (and log-sum-exp), for some heads."""
+    """The executor's queries [s, B, G, d], keys and values [s, B, d] (and log-sum-exps [s, B, G]), for some heads.
+
+    Args:
+        q: [s, b, heads, d]; k, v: [s, b, kv_heads, d]; lses: [s, b, heads].
+    """
     s, b, heads, d = q.shape
     rows = s, b * k.shape[2], heads // k.shape[2]
     folded = q.reshape(*rows, d), k.flatten(1, 2), v.flatten(1, 2), *[lse.reshape(rows) for lse in lses]
@@ -97,22 +106,22 @@ def backward(
     group = HeadGroup(plan, rank, transport)
     delta = delta_of(dout, out, lse.dtype)
     dsinks = None if sinks is None else lse.new_zeros(len(sinks))
-    again = plan.rounds > 1
-    of_keys: list[Tensor] = []  # with rounds of tokens: gradients of keys and values so far
+    swaps_inputs = plan.rounds > 1
+    key_grads: list[Tensor] = []  # with rounds of tokens: gradients of keys and values so far
     shared = plan.head_parts > problem.kv_heads  # ranks or rounds have partial sums of the gradient of a key/value head
 
     def compute(
         turn: int, meanwhile: Iterable[Work], dout: Tensor, delta: Tensor, *swapped: Tensor
     ) -> Program[Program[Results]]:
-        folded_q, folded_k, folded_v, folded_lse = fold_heads(*swapped) if again else (q, k, v, lse)
+        folded_q, folded_k, folded_v, folded_lse = fold_heads(*swapped) if swaps_inputs else (q, k, v, lse)
         if plan.token_rounds > 1:
             folded_q, folded_lse = rows_of(plan, q, turn), rows_of(plan, lse, turn)
             folded_k, folded_v = (x[: (plan.range_of(turn) + 1) * len(folded_q)] for x in (k, v))
         if sinks is not None and dsinks is not None:
-            ours = group.slice_of(len(sinks), turn)
-            dsinks[ours] += sink_gradients(folded_lse.view(delta.shape), delta, sinks[ours])
-        folded = dout.reshape(*folded_q.shape[:-1], -1).contiguous()
-        queries = folded_q, folded, folded_lse, delta.reshape(folded_lse.shape)
+            own_heads = group.slice_of(len(sinks), turn)
+            dsinks[own_heads] += sink_gradients(folded_lse.view(delta.shape), delta, sinks[own_heads])
+        folded_dout = dout.reshape(*folded_q.shape[:-1], -1).contiguous()
+        queries = folded_q, folded_dout, folded_lse, delta.reshape(folded_lse.shape)
         inputs = {T.QDO: queries, T.KV: (folded_k, folded_v)}
         executor = Executor(plan, group.context_rank, problem.of_range(plan.range_of(turn)), group.context, inputs)
         yield from executor.run(meanwhile)
@@ -123,14 +132,14 @@ def backward(
         (dq,), dkv = ends[T.DQ], ends[T.DKV]
         if plan.token_rounds > 1:
             if turn == 0:
-                of_keys[:] = dkv
+                key_grads[:] = dkv
             else:
-                for total, x in zip(of_keys, dkv, strict=True):
+                for total, x in zip(key_grads, dkv, strict=True):
                     total[: len(x)] += x
-            dkv = tuple([rows_of(plan, total, turn) for total in of_keys])
+            dkv = tuple([rows_of(plan, total, turn) for total in key_grads])
         dq, dk, dv = (x.view(len(x), b, -1, x.shape[-1]) for x in (dq.to(q.dtype), *dkv))
         return [dq, dk, dv] if shared else [dq, dk.to(q.dtype), dv.to(q.dtype)]
 
-    tensors = (dout, delta, q, k, v, lse) if again else (dout, delta)
+    tensors = (dout, delta, q, k, v, lse) if swaps_inputs else (dout, delta)
     dq, dk, dv = yield from in_rounds(group, tensors, compute, problem.kv_heads if shared else None)
     return dsinks, dq, dk.to(q.dtype), dv.to(q.dtype)

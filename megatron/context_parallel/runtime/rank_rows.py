@@ -31,12 +31,11 @@ class AllRows:
         """The number of rows in a message from a peer."""
         return self.held(tensor, chunk)
 
-    def of_peer(self, key: Key, peer: int) -> Where:
-        """The rows of an input that go to a peer, or of a partial that it sent, among those that the rank has."""
-        return None
+    def where(self, key: Key, peer: int | None = None) -> Where:
+        """The rows of a chunk in `blocks`, among those that the rank has.
 
-    def computed(self, tensor: T, chunk: int) -> Where:
-        """The rows of a chunk in `blocks`, among those that the rank has."""
+        With a peer, the rows of an input that go to it, or of a partial that it sent.
+        """
         return None
 
 
@@ -61,13 +60,7 @@ class SomeRows(AllRows):
     def received(self, tensor: T, chunk: int, peer: int) -> int:
         return self.sets.carried(tensor, chunk, peer, self.rank)
 
-    def of_peer(self, key: Key, peer: int) -> Where:
-        return self._at(key, peer)
-
-    def computed(self, tensor: T, chunk: int) -> Where:
-        return self._at((tensor, chunk), None)
-
-    def _at(self, key: Key, peer: int | None) -> Where:
+    def where(self, key: Key, peer: int | None = None) -> Where:
         if (key, peer) not in self._where:
             sets = self.sets
             inner = sets.in_blocks(self.rank, *key) if peer is None else sets.rows(peer, *key)

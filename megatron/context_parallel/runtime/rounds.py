@@ -29,10 +29,9 @@ def in_rounds(
     """
     if len(group.members) == 1:
         return (yield from (yield from compute(0, (), *tensors)))
-    plan, back = group.plan, _Results(group, kv_heads)
-    arriving = [
-        group.to_heads([rows_of(plan, x, 0) for x in tensors], 0)
-    ]  # lists, because buffers are freed when their swap leaves them
+    plan, own_chunk = group.plan, _OwnChunk(group, kv_heads)
+    # Lists, because buffers are freed when their swap leaves them.
+    arriving = [group.to_heads([rows_of(plan, x, 0) for x in tensors], 0)]
     departing: list[StartedSwap] = []
 
     def enter(turn: int) -> Program[None]:
@@ -43,8 +42,8 @@ def in_rounds(
     def leave(turn: int, ending: Program[Results]) -> Program[None]:
         results = yield from ending
         if departing:
-            back.add((yield from departing.pop().wait()), turn - 1)
-        departing.append(group.to_chunks(results, back.of_round(results, turn)))
+            own_chunk.add((yield from departing.pop().wait()), turn - 1)
+        departing.append(group.to_chunks(results, own_chunk.of_round(results, turn)))
 
     leaving: Iterable[Work] = ()
     for turn in range(plan.turns):
@@ -60,8 +59,8 @@ def in_rounds(
         if not plan.rounds_overlap:
             yield from leaving
     yield from leaving
-    back.add((yield from departing.pop().wait()), plan.turns - 1)
-    return back.wholes
+    own_chunk.add((yield from departing.pop().wait()), plan.turns - 1)
+    return own_chunk.wholes
 
 
 def rows_of(plan: Plan, x: Tensor, turn: int) -> Tensor:
@@ -69,7 +68,7 @@ def rows_of(plan: Plan, x: Tensor, turn: int) -> Tensor:
     return x.chunk(plan.token_rounds)[plan.range_of(turn)] if plan.token_rounds > 1 else x
 
 
-class _Results:
+class _OwnChunk:
     """Results of all rounds, for the chunk of a rank.
 
     Attributes:

@@ -110,7 +110,7 @@ def _overlapping(at: Pass, queries: Ring, keys: Ring, held: tuple[int, ...]) -> 
             yield Step(along, (Attend((chunk,), column_keys),))
             continue
         yield Step(along)
-        for i in range(rows) if first else range(1, rows + 1):
+        for i in range(rows) if first else range(1, rows + 1):  # own keys last: their gradients stay
             up = gather(keys, T.KV, i, held) if first else ()
             up += scatter(keys, T.DKV, i, held) if last else ()
             yield Step(up, (Attend((chunk,), (column_keys[i % rows],)),))

@@ -155,10 +155,21 @@ class Strategy:
         token_rounds = _checked_token_rounds(options.get("token_rounds", 1), size, layout, head_rounds)
         declared = self.period(first, **options) if callable(self.period) else self.period
         period, width = declared if isinstance(declared, tuple) else (declared, 1)
-        write = partial(self._write, n // size, visible_pairs, backward, ratio, options)
-        steps = Steps(n // size, write)
-        how = self.channels, size, placement, head_rounds, partials_in_16_bits, period, width, token_rounds
-        return Plan(self.name, layout, visible_pairs, backward, steps, *how)
+        return Plan(
+            self.name,
+            layout,
+            visible_pairs,
+            backward,
+            Steps(n // size, partial(self._write, n // size, visible_pairs, backward, ratio, options)),
+            channels=self.channels,
+            heads=size,
+            placement=placement,
+            rounds=head_rounds,
+            partials_in_16_bits=partials_in_16_bits,
+            period=period,
+            width=width,
+            token_rounds=token_rounds,
+        )
 
     def _write(
         self, n: int, visible_pairs: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int
@@ -245,10 +256,7 @@ def register(
     Args:
         name: the value of `--cp-strategy`.
         layouts: the layouts that it supports; the first is its default.
-        channels: the channels of its messages and reduce-scatters.
-        head_parallel: as in `Strategy`.
-        planned: as in `Strategy`.
-        period: as in `Strategy`.
+        channels, head_parallel, planned, period: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
@@ -260,8 +268,8 @@ def register(
         if not layouts or (unknown := [layout for layout in layouts if layout not in LAYOUTS]):
             given = ", ".join(unknown) if layouts else "missing"
             raise UsageError(f"strategy {name}: layouts {given}; choose among {', '.join(LAYOUTS)}")
-        how = channels, head_parallel, planned, period
-        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options_of(write), *how)
+        options = options_of(write)
+        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options, channels, head_parallel, planned, period)
         return STRATEGIES[name]
 
     return add

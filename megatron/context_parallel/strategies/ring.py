@@ -44,12 +44,15 @@ def gradients(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tup
 
     The owner keeps its own contribution.
     """
-
-    def finished(place: int, more: bool) -> int | None:
-        began = (place - s + 1) % circle.size
-        return chunk(began) if (s < stops(began) if more else s == stops(began)) else None
-
     if s < 2:
         return ()
-    onward = circle.shift(T.DKV, lambda place: finished(place, more=True))
-    return onward + circle.shift(T.DKV, lambda place: finished(place, more=False), by=1 - s)
+
+    def onward(place: int) -> int | None:
+        began = (place - s + 1) % circle.size
+        return chunk(began) if s < stops(began) else None
+
+    def home(place: int) -> int | None:
+        began = (place - s + 1) % circle.size
+        return chunk(began) if s == stops(began) else None
+
+    return circle.shift(T.DKV, onward) + circle.shift(T.DKV, home, by=1 - s)

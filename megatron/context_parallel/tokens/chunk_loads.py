@@ -8,7 +8,7 @@ import numpy as np
 from .layout import Chunks
 from .mask import Documents, Mask
 from .placement import Placement
-from .slices import Slices
+from .slices import Slices, numbered
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ def pairs_between(mask: Mask, chunks: Chunks | Slices) -> np.ndarray:
             of_kv = parts.at(parts.chunk == kv)
             first = np.searchsorted(parts.start, of_kv.start, side="left")  # queries of the same document
             count = np.searchsorted(parts.start, of_kv.start, side="right") - first
-            earlier = np.repeat(np.cumsum(count) - count, count)
-            queries = parts.at(np.repeat(first, count) + np.arange(count.sum()) - earlier)
+            queries = parts.at(np.repeat(first, count) + numbered(count))
             keys = of_kv.at(np.repeat(np.arange(len(count)), count))
             seen = _keys_up_to(after, queries, keys) - _keys_up_to(-before - 1, queries, keys)
             np.add.at(counts[:, kv], queries.chunk, seen)
@@ -132,8 +131,7 @@ def _documents_in(chunks: Chunks | Slices, edges: np.ndarray, inside: np.ndarray
     first_document = np.searchsorted(edges, whole.first, side="right") - 1
     documents = np.searchsorted(edges, whole.last, side="right") - first_document  # that each progression meets
     parts = whole.at(np.repeat(np.arange(len(documents)), documents))
-    number = np.arange(len(parts.chunk)) - np.repeat(np.cumsum(documents) - documents, documents)
-    document = np.repeat(first_document, documents) + number
+    document = np.repeat(first_document, documents) + numbered(documents)
     start, end = edges[document], edges[document + 1]
     before = _rows_below(start, parts)
     rows = _rows_below(end, parts) - before
@@ -155,11 +153,14 @@ def _rows_below(bound: np.ndarray, parts: _Parts) -> np.ndarray:
 
 
 def _visible(parts: _Parts, before: int, after: int) -> np.ndarray:
-    """The keys that all rows of each part see together: int64 [parts]."""
-    free = _rows_below(parts.end - after, parts)  # rows after which the document does not end too early
-    ends = _sum(parts, free) + free * (after + 1) + (parts.rows - free) * parts.end
-    held = _rows_below(parts.start + before, parts)  # rows before which it begins too late
-    firsts = held * parts.start + _sum(parts, parts.rows) - _sum(parts, held) - (parts.rows - held) * before
+    """The keys that all rows of each part see together: int64 [parts].
+
+    A row at position p sees max(start, p - before) to min(end, p + after + 1) - 1.
+    """
+    inside = _rows_below(parts.end - after, parts)  # rows whose window ends in the document
+    ends = _sum(parts, inside) + inside * (after + 1) + (parts.rows - inside) * parts.end
+    cut = _rows_below(parts.start + before, parts)  # rows whose window begins before the document
+    firsts = cut * parts.start + _sum(parts, parts.rows) - _sum(parts, cut) - (parts.rows - cut) * before
     return ends - firsts
 
 
@@ -173,10 +174,9 @@ def _single_rows(parts: _Parts, which: np.ndarray) -> _Parts:
     if not which.any():
         return parts
     copies = np.where(which, parts.rows, 1)
-    number = np.arange(copies.sum()) - np.repeat(np.cumsum(copies) - copies, copies)
     rows = parts.at(np.repeat(np.arange(len(copies)), copies))
     single = np.repeat(which, copies)
-    return rows._replace(first=rows.first + number * rows.stride, rows=np.where(single, 1, rows.rows))
+    return rows._replace(first=rows.first + numbered(copies) * rows.stride, rows=np.where(single, 1, rows.rows))
 
 
 def _rows_between(chunks: Chunks | Placement, chunk: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:

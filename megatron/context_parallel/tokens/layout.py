@@ -140,11 +140,11 @@ class ListedChunks:
 
     Attributes:
         of_sequences: for each chunk, the rows of each sequence.
-        find: returns the positions of a chunk, int64 [rows], ascending.
+        positions: returns the positions of a chunk, int64 [rows], ascending.
     """
 
     of_sequences: tuple[tuple[int, ...], ...]
-    find: "Callable[[int], Tensor]"
+    positions: "Callable[[int], Tensor]"
     _gathered: "dict[tuple[int, ...], np.ndarray]" = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -165,16 +165,12 @@ class ListedChunks:
         together = zip(*(self.of_sequences[chunk] for chunk in chunks), strict=True)
         return [*accumulate(map(sum, together), initial=0)]
 
-    def positions(self, chunk: int) -> "Tensor":
-        """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""
-        return self.find(chunk)
-
     def before(self, chunks: "tuple[int, ...]", bounds: "np.ndarray") -> "np.ndarray":
         """As `Chunks.before`."""
         import numpy as np
 
         if chunks not in self._gathered:
-            self._gathered[chunks] = np.sort(np.concatenate([self.find(chunk).numpy() for chunk in chunks]))
+            self._gathered[chunks] = np.sort(np.concatenate([self.positions(chunk).numpy() for chunk in chunks]))
         return np.searchsorted(self._gathered[chunks], bounds).astype(np.int32)
 
 

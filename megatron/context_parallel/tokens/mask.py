@@ -71,7 +71,7 @@ class Documents(HasHandle):
     def end_to_end(self) -> "Documents":
         """The documents of all samples as those of one sample, which is as long as all of them."""
         samples, length = self.shape
-        starts = [of[:-1] + sample * length for sample, of in enumerate(self.edges)]
+        starts = [edges[:-1] + sample * length for sample, edges in enumerate(self.edges)]
         edges = np.concatenate((*starts, [samples * length]))
         return Documents._of([edges], [np.concatenate(self.inside)])
 
@@ -102,9 +102,9 @@ class Documents(HasHandle):
         starts = []
         ends = []
         for edges, inside in zip(self.edges, self.inside, strict=True):
-            of = np.searchsorted(edges[1:], at, side="right")
-            starts.append(np.where(inside[of], edges[of], at))
-            ends.append(np.where(inside[of], edges[of + 1], at))
+            document = np.searchsorted(edges[1:], at, side="right")
+            starts.append(np.where(inside[document], edges[document], at))
+            ends.append(np.where(inside[document], edges[document + 1], at))
         return torch.from_numpy(np.stack(starts)), torch.from_numpy(np.stack(ends))
 
     @classmethod
@@ -117,7 +117,7 @@ class Documents(HasHandle):
         if not _has_values(ends) or ends.dtype is not torch.bool or ends.dim() != 2 or not ends.numel():
             raise UsageError(f"ends of documents {_kind(ends)}: need bool [samples, length], such as tokens == eod")
         edges = _edges(ends[:, :-1].cpu().numpy(), ends.shape[1])
-        return cls._of(edges, [np.ones(len(of) - 1, bool) for of in edges])
+        return cls._of(edges, [np.ones(len(bounds) - 1, bool) for bounds in edges])
 
     @classmethod
     def packed(
@@ -152,9 +152,9 @@ class Documents(HasHandle):
         edges = []
         inside = []
         for first, end in pairwise(of_samples):
-            of = all_edges[(all_edges >= first) & (all_edges <= end)]
-            edges.append(of - first)
-            inside.append(np.isin(of[:-1], starts))
+            own = all_edges[(all_edges >= first) & (all_edges <= end)]
+            edges.append(own - first)
+            inside.append(np.isin(own[:-1], starts))
         return cls._of(edges, inside)
 
 
@@ -199,12 +199,18 @@ def _kind(x: object) -> str:
 
 def _edges(changes: np.ndarray, length: int) -> list[np.ndarray]:
     """The starts of segments in each sample, and the length. `changes` [samples, length - 1]: at the next token."""
-    return [np.concatenate(([0], np.flatnonzero(of) + 1, [length])) for of in changes]
+    return [np.concatenate(([0], np.flatnonzero(sample) + 1, [length])) for sample in changes]
 
 
 def _progressions(chunks: Chunks) -> tuple[Tensor, ...]:
     """The first position, stride and last position of each progression, chunk after chunk: three int64."""
     return torch.tensor([(p.start, p.stride, p.last) for p in chain(*chunks.progressions)]).unbind(1)
+
+
+def _as_bits(seen: np.ndarray) -> list[int]:
+    """Each row of bool [rows, n] as an integer whose bits are its columns."""
+    packed = np.packbits(seen, axis=1, bitorder="little")
+    return [int.from_bytes(row.tobytes(), "little") for row in packed]
 
 
 class Sequences:
@@ -227,8 +233,8 @@ class Sequences:
 
     def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The start and end of each token's sequence: two int64 [1, s]."""
-        of = torch.bucketize(positions, self.bounds[1:], right=True).unsqueeze(0)
-        return self.bounds[of], self.bounds[of + 1]
+        sequence = torch.bucketize(positions, self.bounds[1:], right=True).unsqueeze(0)
+        return self.bounds[sequence], self.bounds[sequence + 1]
 
 
 def placement_of(documents: Documents | Sequences | None) -> Placement | None:
@@ -298,15 +304,15 @@ class Mask:
         # The union of what the queries of a progression see: [samples, query progressions, 1].
         low, high = self.seen(q_first)[0].unsqueeze(2), self.seen(q_last)[1].unsqueeze(2)
         rows = list[int]()
-        each = len(q_first) // n  # progressions of a chunk
-        at_once = max(1, PAIRS_AT_ONCE // (each * len(kv_first)))  # query chunks
-        for low_of, high_of in zip(low.split(at_once * each, 1), high.split(at_once * each, 1), strict=True):
+        per_chunk = len(q_first) // n  # progressions
+        at_once = per_chunk * max(1, PAIRS_AT_ONCE // (per_chunk * len(kv_first)))  # progressions of whole query chunks
+        for some_low, some_high in zip(low.split(at_once, 1), high.split(at_once, 1), strict=True):
             # The first key of each progression not before this union: [samples, query progressions, key progressions].
-            nearest = kv_first + ((low_of - kv_first).clamp_min(0) + stride - 1) // stride * stride
-            some = ((nearest < high_of) & (nearest <= kv_last)).any(0)
-            seen = some.view(-1, each, n, len(kv_first) // n).any(3).any(1)  # by chunks: [query chunks, n]
-            bits = np.packbits(seen.numpy(), axis=1, bitorder="little")
-            rows += [int.from_bytes(row.tobytes(), "little") for row in bits]
+            hops = ((some_low - kv_first).clamp_min(0) + stride - 1) // stride
+            nearest = kv_first + hops * stride
+            seen = ((nearest < some_high) & (nearest <= kv_last)).any(0)
+            by_chunk = seen.view(-1, per_chunk, n, len(kv_first) // n)
+            rows += _as_bits(by_chunk.any(3).any(1).numpy())
         return Pairs(tuple(rows))
 
     def spans(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -333,19 +339,20 @@ class Mask:
         return after if after >= 0 else BEYOND, before  # of more queries than keys the first have positions below 0
 
     def _parts(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first and last position of each part of a document, of any sample, in each slice of a chunk."""
+        """The first and last position of each part of a document, of any sample, in each slice: two int64 [parts]."""
         start, stride, count = chunks.of_chunks[chunk].T
         last = start + (count - 1) * stride
-        cut = start
+        firsts = start
         if isinstance(self.documents, Documents) and len(start):
             for edges in self.documents.edges:
-                of = np.searchsorted(start, edges[:-1], side="right") - 1
-                later = start[of] - (start[of] - edges[:-1]) // stride[of] * stride[of]  # not before the edge
-                cut = np.append(cut, later[(of >= 0) & (later <= last[of])])
-            cut = np.unique(cut)
-        of = np.searchsorted(start, cut, side="right") - 1
-        next_cut = np.append(cut[1:], np.iinfo(np.int64).max)
-        return cut, np.where(next_cut <= last[of], next_cut - stride[of], last[of])
+                at = np.searchsorted(start, edges[:-1], side="right") - 1  # the slice at each edge; -1: none
+                hops = -((start[at] - edges[:-1]) // stride[at])  # to its first position not before the edge
+                first = start[at] + hops * stride[at]
+                firsts = np.append(firsts, first[(at >= 0) & (first <= last[at])])
+            firsts = np.unique(firsts)
+        at = np.searchsorted(start, firsts, side="right") - 1
+        following = np.append(firsts[1:], np.iinfo(np.int64).max)
+        return firsts, np.where(following <= last[at], following - stride[at], last[at])
 
     def _spans(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each part of a document in a chunk whose queries see any key: its first position, and the span of keys.
@@ -365,8 +372,7 @@ class Mask:
         span, owners, _ = placement.met(low, high)
         seen = np.zeros((placement.n, placement.n), bool)
         seen[queries[span], owners] = True
-        rows = np.packbits(seen, axis=1, bitorder="little")
-        return Pairs(tuple(int.from_bytes(row.tobytes(), "little") for row in rows))
+        return Pairs(tuple(_as_bits(seen)))
 
     def _spans_of_placement(self, placement: Placement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The spans of all chunks, chunk after chunk: the chunk of queries, first positions and ends. Found once."""

@@ -214,13 +214,18 @@ class _Filling:
         """Takes whole documents that bring work that the rank lacks, always the densest that it can take."""
         while self._lacks_work():
             last = self._densest_that_fits()
-            rows = self.left[last]
-            if last < 0 or rows * self.density[last] <= self._least(self.room) - self._least(self.room - rows):
+            if last < 0:
                 return
-            ends = slice(int(self._rows.searchsorted(self._rows[last + 1] - self.room)), last + 1)
-            together = self._rows[last + 1] - self._rows[ends], self._work[last + 1] - self._work[ends]
-            fit = self._may_take(*together, self.target)[::-1]  # from the last one down
-            run = slice(last + 1 - max(1, int(np.append(fit, False).argmin())), last + 1)
+            rows, end = self.left[last], last + 1
+            instead = self._least(self.room) - self._least(self.room - rows)  # work of the least dense rows
+            if rows * self.density[last] <= instead:
+                return
+            # With it the less dense ones before it, as many as fit together.
+            begin = int(self._rows.searchsorted(self._rows[end] - self.room))  # their rows fit
+            rows_from, work_from = self._rows[end] - self._rows[begin:end], self._work[end] - self._work[begin:end]
+            fit = self._may_take(rows_from, work_from, self.target)[::-1]  # 1, 2, ... documents
+            count = max(1, int(np.append(fit, False).argmin()))
+            run = slice(end - count, end)
             self._take(run, self.left[run].copy())
             if last == self.densest:
                 self.densest = max(0, run.start - 1)
@@ -298,7 +303,7 @@ def _slices(pool: _Pool, shares: np.ndarray, n: int) -> list[np.ndarray]:
     slices = slices[slices[:, 0] < slices[:, 1]]
     slices = slices[np.lexsort((slices[:, 0], slices[:, 2]))]
     edges = np.searchsorted(slices[:, 2], np.arange(n + 1)).tolist()
-    return [slices[of:end, :2] for of, end in pairwise(edges)]
+    return [slices[begin:end, :2] for begin, end in pairwise(edges)]
 
 
 def _before(numbers: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
 
-from .slices import Slices
+from .slices import Slices, numbered
 
 
 class Placement(Slices):
@@ -29,9 +29,10 @@ class Placement(Slices):
     """
 
     def __init__(self, slices: Sequence[Sequence[tuple[int, int]] | np.ndarray]) -> None:
-        given = [np.empty((0, 2), np.int64), *(np.asarray(of, np.int64).reshape(-1, 2) for of in slices)]
-        chunks = np.repeat(np.arange(len(given)) - 1, [len(of) for of in given])
-        starts, ends = np.concatenate(given).T
+        of_chunks = [np.asarray(chunk, np.int64).reshape(-1, 2) for chunk in slices]
+        counts = np.array([len(chunk) for chunk in of_chunks], np.int64)
+        chunks = np.repeat(np.arange(len(of_chunks)), counts)
+        starts, ends = np.concatenate([np.empty((0, 2), np.int64), *of_chunks]).T
         follows = np.diff(chunks, prepend=-1) == 0  # a slice of the same chunk
         before = np.append(0, ends[:-1])
         wrong = chunks[(starts >= ends) | follows & (starts < before)]
@@ -40,9 +41,9 @@ class Placement(Slices):
         first = ~(follows & (starts == before))  # slices that touch become one
         last = np.append(first[1:], True)[: len(first)]
         starts, ends, chunks = starts[first], ends[last], chunks[first]
-        edges = np.searchsorted(chunks, np.arange(len(given))).tolist()
-        everything = np.stack((starts, np.ones_like(starts), ends - starts), 1)
-        super().__init__([everything[of:end] for of, end in pairwise(edges)])
+        bounds = np.searchsorted(chunks, np.arange(len(of_chunks) + 1)).tolist()
+        joined = np.stack((starts, np.ones_like(starts), ends - starts), 1)
+        super().__init__([joined[begin:end] for begin, end in pairwise(bounds)])
         self.length = sum(self.counts)
         self._positions: dict[int, Tensor] = {}  # each tensor of a batch asks for those of its rank
         order = np.argsort(starts)
@@ -84,10 +85,10 @@ class Placement(Slices):
         begin = np.searchsorted(self._starts, low, side="right") - 1
         count = np.searchsorted(self._starts, high, side="left") - begin
         span = np.repeat(np.arange(len(begin)), count)
-        at = np.arange(len(span)) - np.repeat(np.cumsum(count) - count - begin, count)
+        met = np.repeat(begin, count) + numbered(count)  # slices
         ends = np.append(self._starts[1:], self.length)
-        tokens = np.minimum(ends[at], high[span]) - np.maximum(self._starts[at], low[span])
-        return span, self._owners[at], tokens
+        tokens = np.minimum(ends[met], high[span]) - np.maximum(self._starts[met], low[span])
+        return span, self._owners[met], tokens
 
     def owners(self) -> tuple[np.ndarray, np.ndarray]:
         """All slices ascending: their first tokens, and the chunk of each."""

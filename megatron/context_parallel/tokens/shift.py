@@ -13,7 +13,7 @@ class Shift:
 
     Attributes:
         n: how many numbers.
-        period: the numbers below it stand for all: no two of them are moved to each other. A multiple of `width`.
+        period: the numbers below it represent all: no two of them are moved to each other. A multiple of `width`.
         width: of the grid, width² = n; 1: there is none.
     """
 
@@ -21,13 +21,13 @@ class Shift:
     period: int
     width: int = 1
 
-    def back(self, number: int) -> int:
-        """The move that takes a number to the one that stands for it: 0 or less."""
+    def way_back(self, number: int) -> int:
+        """The move that takes a number to its representative: 0 or less."""
         return -(number // self.period * self.period)
 
-    def like(self, number: int) -> int:
-        """The number that stands for a number."""
-        return self.moved(number, self.back(number))
+    def representative(self, number: int) -> int:
+        """The number below `period` that a number is moved to."""
+        return self.moved(number, self.way_back(number))
 
     def moved(self, number: int, by: int) -> int:
         """A number, moved by a multiple of `period`."""

@@ -122,5 +122,10 @@ def size_of(rows: RowSet) -> int:
 def members(rows: RowSet) -> np.ndarray:
     """The rows of a set, int64, ascending."""
     count = rows[:, 1] - rows[:, 0]
-    before = np.cumsum(count) - count
-    return np.repeat(rows[:, 0] - before, count) + np.arange(count.sum())
+    return np.repeat(rows[:, 0], count) + numbered(count)
+
+
+def numbered(counts: np.ndarray) -> np.ndarray:
+    """As many numbers 0, 1, ... as each of `counts` says: (3, 1, 2) becomes (0, 1, 2, 0, 0, 1)."""
+    before = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) - np.repeat(before, counts)

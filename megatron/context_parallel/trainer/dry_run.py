@@ -114,8 +114,8 @@ def _work(args: Arguments) -> Table:
     choices = distinct(args.cp_layers)
     for choice, (name, backward) in product(choices, (("forward", False), ("backward", True))):
         volume = _amount(attention_bytes(args, backward, choice))
-        of = f" of {choice.spec}" if len(choices) > 1 else ""
-        what = f"{volume} received by the busiest rank, per layer{of} and micro batch"
+        layer = f"layer of {choice.spec}" if len(choices) > 1 else "layer"
+        what = f"{volume} received by the busiest rank, per {layer} and micro batch"
         table.add_row(f"attention {name} traffic", what)
     return table
 

@@ -99,7 +99,7 @@ def read_rates(paths: Sequence[Path]) -> TraceRates:
     both.sort(key=str)
     rates = tuple(_rate(kind, attention[kind, False], attention[kind, True]) for kind in both)
     gemm = tuple(
-        GemmRate(size=size, dtype=dtype, TFLOP_s=_median(of)) for (size, dtype), of in sorted(products.items())
+        GemmRate(size=size, dtype=dtype, TFLOP_s=_median(rates)) for (size, dtype), rates in sorted(products.items())
     )
     if not (rates or gemm):
         why = "has no attention of PyTorch in both passes, and no matrix product, with their sizes"

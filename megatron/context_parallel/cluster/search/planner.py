@@ -70,15 +70,15 @@ class Prediction(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        return sum(of.seconds for of in self.passes)
+        return sum(one.seconds for one in self.passes)
 
     @property
     def exposed(self) -> float:
-        return sum(of.exposed for of in self.passes)
+        return sum(one.exposed for one in self.passes)
 
     @property
     def memory(self) -> float:
-        return max(of.memory for of in self.passes)
+        return max(one.memory for one in self.passes)
 
 
 def fastest(
@@ -104,8 +104,8 @@ def fastest(
     Returns:
         The times of simulated choices, fastest first; and the lower bounds of those that are slower.
     """
-    looks = _looks(choices, place, workload)
-    by_likely = sorted(choices, key=lambda name: looks[name].likely)
+    bounds = _bounds(choices, place, workload)
+    by_likely = sorted(choices, key=lambda name: bounds[name].likely)
     leaders = dict[str, Name]()  # of each strategy
     for name in by_likely:
         leaders.setdefault(choices[name][0].name, name)
@@ -114,7 +114,7 @@ def fastest(
     progress = Progress("simulating strategies", min(most, len(choices)))
     asked = set[Name]()
     for name in dict.fromkeys([*leaders.values(), *by_likely]):
-        if len(found) == most or looks[name].least >= best:
+        if len(found) == most or bounds[name].least >= best:
             continue
         asked.add(name)
         if kept := fitting(name) if fitting else (name, choices[name]):
@@ -123,7 +123,7 @@ def fastest(
             best = min(best, found[spec].seconds)
             progress.advance()
     ranked = sorted(found, key=lambda name: found[name].seconds)
-    slower = {name: looks[name].least for name in by_likely if name not in asked}
+    slower = {name: bounds[name].least for name in by_likely if name not in asked}
     return {name: found[name] for name in ranked}, slower
 
 
@@ -138,23 +138,23 @@ def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> 
     return Prediction(tuple(passes))
 
 
-def _looks(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
+def _bounds(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
     links = Links(place.cluster, devices=place.devices, others=place.others)
     shape = workload.shape(place.n)
     blocks = dict[tuple, BlockTime]()
 
-    def look(plan: Plan) -> PassBound:
+    def bound_of(plan: Plan) -> PassBound:
         alike = plan.backward, plan.layout, plan.n
         if alike not in blocks:
             blocks[alike] = _block_time(plan, place, workload)
         rows = simulated_rows(plan, workload.mask, workload.length)
         return lower_bound(plan, links, shape, blocks[alike], rows)
 
-    looks = dict[Name, PassBound]()
+    bounds = dict[Name, PassBound]()
     for name, plans in tracked(choices.items(), "estimating strategies"):
-        passes = list(map(look, plans))
-        looks[name] = PassBound(sum(of.least for of in passes), sum(of.likely for of in passes))
-    return looks
+        passes = list(map(bound_of, plans))
+        bounds[name] = PassBound(sum(bound.least for bound in passes), sum(bound.likely for bound in passes))
+    return bounds
 
 
 def _block_time(plan: Plan, place: GroupDevices, workload: Workload) -> BlockTime:
@@ -182,7 +182,7 @@ class Search:
         if not self.ranked:
             why = self.rejected[0].reason if self.rejected else "no strategy has the given options"
             raise UsageError(f"--cp-strategy {AUTO}: no strategy works for this run ({why})")
-        return plainest({spec: of.seconds for spec, of in self.ranked.items()})
+        return plainest({spec: prediction.seconds for spec, prediction in self.ranked.items()})
 
 
 def search(
@@ -246,11 +246,11 @@ def _promising(
         sizes = {name: value for name, value in choice.common.items() if name != "layout"}
         options = {name: value for name, value in choice.options.items() if not isinstance(value, float)}
         alike[choice.strategy.name, *sorted((sizes | options).items())].append(spec)
-    looks = _looks({family: choices[specs[0]].plans for family, specs in alike.items()}, place, workload)
-    by_likely = sorted(alike, key=lambda family: looks[family].likely)
+    bounds = _bounds({family: choices[specs[0]].plans for family, specs in alike.items()}, place, workload)
+    by_likely = sorted(alike, key=lambda family: bounds[family].likely)
     leaders = {family[0]: family for family in reversed(by_likely)}
     kept = dict.fromkeys([*by_likely[:PROMISING], *leaders.values()])
-    far = {alike[family][0]: looks[family].least for family in by_likely if family not in kept}
+    far = {alike[family][0]: bounds[family].least for family in by_likely if family not in kept}
     return [spec for family in kept for spec in alike[family]], far
 
 

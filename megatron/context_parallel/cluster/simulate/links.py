@@ -32,7 +32,7 @@ class Links:
 
     Args:
         cluster: the cluster. Its devices are counted node by node.
-        like: the rank that stands for a rank. Its links count for those of both.
+        representative: the rank that stands for a rank. Its links count for those of both.
         devices: the device of each rank; default: rank r is device r.
         others: the devices of other groups that do the same at the same time. Groups that share a NIC, a switch or the
             shared link of a node get equal parts of it.
@@ -41,15 +41,16 @@ class Links:
     def __init__(
         self,
         cluster: Cluster,
-        like: Callable[[int], int] = lambda rank: rank,
+        representative: Callable[[int], int] = lambda rank: rank,
         devices: Sequence[int] | None = None,
         others: Sequence[Sequence[int]] = (),
     ) -> None:
         self.cluster = cluster
         self.devices = devices or range(cluster.ranks)
-        self.like = [like(rank) for rank in range(len(self.devices))]
+        self.representatives = [representative(rank) for rank in range(len(self.devices))]
         self.nodes = [device // cluster.devices_per_node for device in self.devices]  # of each rank
-        self.places = [divmod(self.devices[rank], cluster.devices_per_node) for rank in self.like]  # node, device in it
+        simulated = [self.devices[rank] for rank in self.representatives]
+        self.places = [divmod(device, cluster.devices_per_node) for device in simulated]  # node, device in it
         self.together = 1 + len(others)
         self.sharing = Counter(part for group in (self.devices, *others) for part in {*self._parts(group)})
         self.path, self._at_device, self._at_node = cache(self._path), cache(self._inside), cache(self._outside)

@@ -96,15 +96,15 @@ def simulate(
     if blocks is None:
         blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
     folded = plan.size > all_up_to and rows is None and starts is None
-    few = _symmetry(plan, blocks, period_of_links(cluster, devices)) if folded else Symmetry.none(plan)
-    links = Links(cluster, few.like, devices, others)
-    costs = _Costs(plan, shape, blocks, links, few, rows)
-    clock = Clock(plan, costs, few.groups, few.ranks, cluster.buffered_sends, starts)
+    symmetry = _symmetry(plan, blocks, period_of_links(cluster, devices)) if folded else Symmetry.none(plan)
+    links = Links(cluster, symmetry.representative, devices, others)
+    costs = _Costs(plan, shape, blocks, links, symmetry, rows)
+    clock = Clock(plan, costs, symmetry.groups, symmetry.ranks, cluster.buffered_sends, starts)
     clock.run()
-    busy = [0.0] * few.ranks
+    busy = [0.0] * symmetry.ranks
     for span in clock.spans:
         busy[span.rank] += span.end - span.start if not span.channel else 0.0
-    return PassForecast(clock.flows.now, max(busy), clock.spans, few, clock.ends)
+    return PassForecast(clock.flows.now, max(busy), clock.spans, symmetry, clock.ends)
 
 
 _symmetries: WeakKeyDictionary[Plan, dict[tuple[int, Mask, int], Symmetry]] = WeakKeyDictionary()
@@ -131,14 +131,15 @@ class _Costs:
         shape: Shape,
         blocks: Callable[[Attend], float],
         links: Links,
-        few: Symmetry,
+        symmetry: Symmetry,
         rows: RowSets | None,
     ) -> None:
-        self.plan, self.shape, self.blocks, self.links, self.symmetry = plan, shape, blocks, links, few
+        self.plan, self.shape, self.blocks, self.links, self.symmetry = plan, shape, blocks, links, symmetry
         self.cluster = cluster = links.cluster
         self.rows = rows
         self.flows = Flows((cluster.compute_slowdown, cluster.message_slowdown))
-        self.ranks = [few.grid.along(few.grid.rank(heads=group), "context") for group in range(few.groups)]
+        grid = symmetry.grid
+        self.ranks = [grid.along(grid.rank(heads=group), "context") for group in range(symmetry.groups)]
         self.route, self.alone = cache(self._route), cache(Task)  # by seconds
         self.memory = cluster.device.memory_GB_s * 1e9
         self.launches_alike = not cluster.message_us and not plan.partials_in_16_bits
@@ -242,7 +243,7 @@ class _Costs:
         uses = [self.flows.resource((link, alone), rate, path.crowding) for link, rate in path.links]
         if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
             uses.append(self.flows.resource(("stream", pair), path.stream))
-        return path, tuple(uses), (self.links.like[sender], self.links.like[receiver]), pair
+        return path, tuple(uses), (self.links.representatives[sender], self.links.representatives[receiver]), pair
 
 
 def _messages(op: Comm | SwapHeads) -> int:

@@ -40,16 +40,16 @@ class Symmetry:
         """Of all ranks, those that are simulated."""
         return self.ranks * self.groups / self.grid.size
 
-    def like(self, device: int) -> int:
+    def representative(self, device: int) -> int:
         """The simulated device that stands for a device."""
-        at = self.grid.coordinates(device)
-        return self.grid.rank(heads=at["heads"] % self.groups, context=self.shift.like(at["context"]))
+        place = self.grid.coordinates(device)
+        return self.grid.rank(heads=place["heads"] % self.groups, context=self.shift.representative(place["context"]))
 
     def pair(self, sender: int, receiver: int) -> tuple[int, int]:
         """The pair of devices that stands for a pair: the sender's, and the receiver moved along with it."""
         first, last = self.grid.coordinates(sender), self.grid.coordinates(receiver)
         heads = (last["heads"] - first["heads"] + first["heads"] % self.groups) % (self.grid.size // self.shift.n)
-        context = self.shift.moved(last["context"], self.shift.back(first["context"]))
+        context = self.shift.moved(last["context"], self.shift.way_back(first["context"]))
         return self.like(sender), self.grid.rank(heads=heads, context=context)
 
 
@@ -94,10 +94,10 @@ def _repeats(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], shift
     write = plan.steps.write if isinstance(plan.steps, Steps) else plan.steps.__getitem__  # keeps nothing
     first = dict[int, list]()
     for rank in range(shift.period, plan.n):
-        like = shift.like(rank)
-        if like not in first:
-            first[like] = moved_back(like, shift, write(like), look)
-        if moved_back(rank, shift, write(rank), look) != first[like]:
+        representative = shift.representative(rank)
+        if representative not in first:
+            first[representative] = moved_back(representative, shift, write(representative), look)
+        if moved_back(rank, shift, write(rank), look) != first[representative]:
             return False
     return True
 

@@ -42,7 +42,7 @@ def plan_and_cut(
         for step in plan.steps[rank]:
             for op in step.comm:
                 if isinstance(op, Send):
-                    rows.of_peer((op.tensor, op.chunk), op.peer)
+                    rows.where((op.tensor, op.chunk), op.peer)
             for attend in step.attend:
                 for q in attend.q_chunks:
                     rows.blocks.pieces(q, attend.kv_chunks)

@@ -48,7 +48,7 @@ class _Done:
 class SilentTransport:
     """A transport that sends nothing: receive buffers keep their contents."""
 
-    sums = False
+    can_sum = False
 
     def world(self, peer: int) -> int:
         return peer

@@ -80,7 +80,7 @@ def _calls(transport: TorchTransport, device: torch.device) -> Iterator[tuple[st
         return transport.trade(channel, (0,), nothing, nothing)
 
     calls = [all_gather, trade]
-    if transport.sums:  # gloo sends nothing to its own rank
+    if transport.can_sum:  # gloo sends nothing to its own rank
         calls += [reduce_scatter, messages_to_itself]
     for call in calls:
         wrong = ""

@@ -133,10 +133,11 @@ def ratios(rows: list[dict], way: str) -> list[float]:
             continue
         shapes[row["head_dim"], row["heads"], row["length"]][row["backend"], row["mask"]] = row[way]
     found = []
-    for of in shapes.values():
-        best = max((speed for (name, mask), speed in of.items() if name != "triton" and mask == "causal"), default=None)
-        if best and ("triton", "step") in of:
-            found.append(of["triton", "step"] / best)
+    for of_shape in shapes.values():
+        libraries = [speed for (name, mask), speed in of_shape.items() if name != "triton" and mask == "causal"]
+        best = max(libraries, default=None)
+        if best and ("triton", "step") in of_shape:
+            found.append(of_shape["triton", "step"] / best)
     return found
 
 

@@ -116,31 +116,31 @@ class PositionKernel:
         dout, q, k, v, lse, delta, mask = grad
         if dout.shape != (*q.shape[:3], v.shape[-1]) or dout.dtype != q.dtype:
             raise UsageError(f"dout {list(dout.shape)} of {dout.dtype}: need the output's shape and q's {q.dtype}")
-        alike = dout.shape == q.shape  # then the kernels use the same addresses for dout and q, and for dv and dk
-        if not alike or dout.stride() != q.stride():
+        same_width = dout.shape == q.shape  # then the kernels use the same addresses for dout and q, and for dv and dk
+        if not same_width or dout.stride() != q.stride():
             q, dout = q.contiguous(), dout.contiguous()
         common = _common(q, k, v, mask, scores)
         dq = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         lse2, delta = by_head(lse, delta)
         common |= {"dout": dout, "lse2": lse2, "delta": delta, "dq": dq}
-        common |= _strides(q=q, k=k, v=v, dq=dq) | ({"at_dout": None} if alike else _strides(dout=dout))
-        one_launch = alike and not (self.deterministic or scores.softcap)
-        joint = self._tiles_if_any("dqkv", q, v, scores) if one_launch else None
-        if joint:
+        common |= _strides(q=q, k=k, v=v, dq=dq) | ({"at_dout": None} if same_width else _strides(dout=dout))
+        one_launch = same_width and not (self.deterministic or scores.softcap)
+        tiles_of_all = self._tiles_if_any("dqkv", q, v, scores) if one_launch else None
+        if tiles_of_all:
             dq.zero_()  # added to
         else:
             tiles = self._tiles("dq", q, v, scores)
             query_grad_kernel[_count(len(q), tiles.rows), q.shape[1] * q.shape[2]](**common, **_launch(tiles))
-        tiles = joint or self._tiles("dkv", q, v, scores)
+        tiles = tiles_of_all or self._tiles("dkv", q, v, scores)
         programs = _count(len(k), tiles.keys), k.shape[1]
-        parts = _parts(programs, q.shape[2], self.processors)
+        parts = _parts_of_group(programs, q.shape[2], self.processors)
         dk, dv = (x.new_empty((len(x), x.shape[1] * parts, x.shape[2]), dtype=torch.float32) for x in (k, v))
         if parts > 1:
-            common |= _split(parts, q, dout, dq, mask)
-        at_grads = _strides(dk=dk) | ({"at_dv": None} if alike else _strides(dv=dv))
+            common |= _split_group(parts, q, dout, dq, mask)
+        at_grads = _strides(dk=dk) | ({"at_dv": None} if same_width else _strides(dv=dv))
         ranges = _once(_rows_seeing, mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
         key_grad_kernel[programs[0], dk.shape[1]](
-            dk=dk, dv=dv, ranges=ranges, parts=parts, WITH_DQ=bool(joint), COPIES=_copies(tiles),
+            dk=dk, dv=dv, ranges=ranges, parts=parts, WITH_DQ=bool(tiles_of_all), COPIES=_copies(tiles),
             **common, **_launch(tiles), **at_grads,
         )  # fmt: skip
         if parts > 1:
@@ -226,27 +226,15 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) ->
     s, batch, group, d = q.shape
     dv = v.shape[-1]
     runs = mask if isinstance(mask, Runs) else None
-    first, end = (runs.first.contiguous(), runs.end.contiguous()) if runs else (None, None)
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "first": first,
-        "end": end,
-        "seen_keys": _once(_seen_keys, runs, len(k)) if runs else None,
-        "s": s,
-        "t": len(k),
-        "group": group,
-        "heads_a_sample": batch // len(runs.first) if runs else batch,
-        "scale": scores.scale,
-        "MASK": "runs" if runs else mask,
-        "D": PARTS[d][0],
-        "E": PARTS[d][1],
-        "DV": PARTS[dv][0],
-        "EV": PARTS[dv][1],
-        "SOFTCAP": float(scores.softcap),
-        "PRECISION": precision(q),
-    }
+    bounds: dict[str, object] = {"first": None, "end": None, "seen_keys": None}
+    if runs:
+        seen = _once(_seen_keys, runs, len(k))
+        bounds = {"first": runs.first.contiguous(), "end": runs.end.contiguous(), "seen_keys": seen}
+    heads_a_sample = batch // len(runs.first) if runs else batch
+    sizes = {"s": s, "t": len(k), "group": group, "heads_a_sample": heads_a_sample, "scale": scores.scale}
+    kind = {"MASK": "runs" if runs else mask, "SOFTCAP": float(scores.softcap), "PRECISION": precision(q)}
+    widths = dict(zip(("D", "E", "DV", "EV"), (*PARTS[d], *PARTS[dv]), strict=True))
+    return {"q": q, "k": k, "v": v} | bounds | sizes | kind | widths
 
 
 def precision(q: Tensor) -> str:
@@ -291,13 +279,13 @@ def _count(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
-def _parts(programs: tuple[int, int], group: int, processors: int) -> int:
+def _parts_of_group(programs: tuple[int, int], group: int, processors: int) -> int:
     """The number of parts of a group's query heads that gives every multiprocessor a program."""
     enough = -(-processors // (programs[0] * programs[1]))
     return next((parts for parts in range(1, group) if group % parts == 0 and parts >= enough), group)
 
 
-def _split(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> dict[str, object]:
+def _split_group(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> dict[str, object]:
     """Arguments by query head, with the query heads of each key/value head split into parts."""
     group = q.shape[2] // parts
     samples = len(mask.first) if isinstance(mask, Runs) else 1

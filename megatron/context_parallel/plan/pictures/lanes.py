@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.context_parallel.plan.ir import AllGather, Comm, Plan, Recv, ReduceScatter, Send, SwapHeads, T, Transfer
+from megatron.context_parallel.plan.ir import AllGather, Collective, Comm, Plan, Recv, Send, SwapHeads, T, Transfer
 from megatron.context_parallel.plan.trace import Span, trace
 
 BLOCKS = "blocks"  # the first lane; the others are channels
@@ -143,7 +143,7 @@ def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
         rank = plan.grid.rank(context=rank)
         transfers = plan.swapped(op, rank)
         texts = {t: (f"swap {t}", f"{t}") for t in op.tensors}
-    elif isinstance(op, AllGather | ReduceScatter):
+    elif isinstance(op, Collective):
         word = "gather" if isinstance(op, AllGather) else "reduce"
         transfers = op.transfers(rank)
         texts = {op.tensor: (f"{word} {op.tensor}", f"{op.tensor}")}

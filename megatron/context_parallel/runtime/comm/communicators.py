@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_process_groups import default_store, new_process_group, timeout_of
 
+from .flight_recorder import named
+
 
 def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """`group`, or the group of a one-dimensional mesh; by default the world.
@@ -60,9 +62,9 @@ def meet(group: dist.ProcessGroup, given: str) -> str:
         store.wait(keys, timeout)
     except RuntimeError:
         if missing := [r for r, key in zip(ranks, keys, strict=True) if not store.check([key])]:
-            store.set(f"{turn}/{rank}", f"gave up waiting for {_named(missing)}")  # for ranks that join later
+            store.set(f"{turn}/{rank}", f"gave up waiting for {named(missing)}")  # for ranks that join later
             raise UsageError(
-                f"{given} on {_named(ranks)}: {_named(missing)} did not join within {timeout.total_seconds():g} s; "
+                f"{given} on {named(ranks)}: {named(missing)} did not join within {timeout.total_seconds():g} s; "
                 "create ContextParallel on all ranks of its group (a rank that failed prints why in its own output)"
             ) from None
     said = [text.decode() for text in store.multi_get(keys)]
@@ -72,13 +74,9 @@ def meet(group: dist.ProcessGroup, given: str) -> str:
             by_text.setdefault(text, []).append(r)
         raise UsageError(
             "the ranks of a context group need the same strategy, layout and options: "
-            + "; ".join(f"{_named(who)}: {text}" for text, who in by_text.items())
+            + "; ".join(f"{named(who)}: {text}" for text, who in by_text.items())
         )
     return f"{members}/{turn}"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:

@@ -70,8 +70,7 @@ class Position(NamedTuple):
         if kind == "receive" and self.needs and ranks == self.needs[2:]:
             return "for {} chunk {} from rank {}".format(*self.needs)
         words = {"receive": "for", "send": "to send to", "gather": "to gather with"}.get(kind, f"in {kind} for")
-        told = named(ranks[:_FEW]) + " ..." * (len(ranks) > _FEW)
-        return f"{words} {told}" + (f" on channel {channel}" if channel else "")
+        return f"{words} {named(ranks, _FEW)}" + (f" on channel {channel}" if channel else "")
 
 
 def _text_of(fields: tuple) -> str:
@@ -90,10 +89,11 @@ def _text_of(fields: tuple) -> str:
     return repr((*fields[:_WAITS], (*waits[:2], ranks), *fields[_WAITS + 1 :]))
 
 
-def named(ranks: Iterable[int]) -> str:
-    """As words: "rank 3", "ranks 0, 1"."""
+def named(ranks: Iterable[int], most: int | None = None) -> str:
+    """As words: "rank 3", "ranks 0, 1"; "ranks 0, 1 ..." if there are more than `most`."""
     ranks = list(ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    shown = ranks[:most]
+    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown))}" + " ..." * (len(shown) < len(ranks))
 
 
 _WAITS = list(Position.__annotations__).index("waits")
@@ -217,7 +217,7 @@ def _told(ends: Ends) -> str:
     for kind, rank in ends:
         ranks.setdefault(kind, {})[rank] = None
     words = {"receive": "receive from", "send": "send to", "gather": "gather with"}
-    return ", ".join(f"{words[kind]} {named(of)}" for kind, of in ranks.items())
+    return ", ".join(f"{words[kind]} {named(peers)}" for kind, peers in ranks.items())
 
 
 recorder = Recorder()

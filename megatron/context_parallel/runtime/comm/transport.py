@@ -17,8 +17,7 @@ from .communicators import meet, new_communicator
 from .torch_works import MessageList, SendInTurn, Work, WorkBatch, add_up, gather, gather_one, post
 
 Result = TypeVar("Result")
-Counts = tuple[int, ...]
-Ranks = tuple[int, ...]
+Group = tuple[int, ...]  # ranks
 Gathered = tuple[Tensor, Tensor]  # of a collective: the tensor of one rank, and that of all ranks
 Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields the work to wait for
 
@@ -26,7 +25,7 @@ Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields 
 class Transport(Protocol):
     """The transport of one rank. Peers and groups are ranks of the context group (for a `Subgroup`, its own ranks)."""
 
-    sums: bool  # whether it has a reduce-scatter that sends no more bytes than messages do
+    can_sum: bool  # whether it has a reduce-scatter that sends no more bytes than messages do
 
     def world(self, peer: int) -> int:
         """The world rank of a peer."""
@@ -36,7 +35,7 @@ class Transport(Protocol):
         """Starts one batch of messages. Between two ranks, messages match in order."""
         ...
 
-    def trade(self, channel: str, group: Ranks, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
+    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
         """Starts an exchange with each other rank of `group`: row i of `sent` and `received` is for the i-th of them.
 
         Both are uint8 [len(group) - 1, bytes], contiguous. Unless `at_once`, wait for it soon: it continues only while
@@ -44,17 +43,17 @@ class Transport(Protocol):
         """
         ...
 
-    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+    def all_gather(self, channel: str, group: Group, rows: tuple[int, ...], tensors: list[Gathered]) -> Work:
         """Starts gathering, for each (mine, everyone), `mine` [rows, ...] of all ranks of `group` into `everyone`.
 
         `rows` are the rows of each rank of `group`; `everyone` is [sum(rows), ...], in the order of `group`.
         """
         ...
 
-    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+    def reduce_scatter(self, channel: str, group: Group, tensors: list[Gathered]) -> Work:
         """Starts a reduce-scatter, for each (mine, everyone), of `everyone` of all ranks into `mine` of each.
 
-        `everyone` is [len(group) * rows, ...], in the order of `group`. Call it only if `sums`.
+        `everyone` is [len(group) * rows, ...], in the order of `group`. Call it only if `can_sum`.
         """
         ...
 
@@ -72,7 +71,7 @@ class TorchTransport:
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._known = WeakSet[Plan]()  # to `send_first`
         self._connected = set[tuple[str, int, int]]()  # channel, sender and receiver
-        self.sums = self._nccl = "nccl" in dist.get_backend_config(group)
+        self.can_sum = self._nccl = "nccl" in dist.get_backend_config(group)
 
     def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Creates communicators, each a channel and its ranks. All ranks of the group must request the same ones."""
@@ -112,7 +111,7 @@ class TorchTransport:
     def world(self, peer: int) -> int:
         return self.ranks[peer]
 
-    def _group(self, channel: str, members: tuple[int, ...]) -> dist.ProcessGroup:
+    def _group(self, channel: str, members: Group) -> dist.ProcessGroup:
         if (channel, members) not in self._groups:
             raise PlanError(
                 f"channel {channel!r} of ranks {list(members)}: no communicator; declare the channel where the "
@@ -123,7 +122,7 @@ class TorchTransport:
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
         return self._exchange(channel, self._everyone, sends, receives)
 
-    def _exchange(self, channel: str, members: tuple[int, ...], sends: MessageList, receives: MessageList) -> Work:
+    def _exchange(self, channel: str, members: Group, sends: MessageList, receives: MessageList) -> Work:
         """Starts one batch of messages on a communicator."""
         group = self._group(channel, members)
         ranks = self.ranks
@@ -135,7 +134,7 @@ class TorchTransport:
             receives = [(members.index(peer), x) for peer, x in receives]
         return WorkBatch(post(group, sends, receives), channel, ends)
 
-    def trade(self, channel: str, group: Ranks, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
+    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
         communicator = self._group(channel, self._everyone)
         others = _others(self.rank, group)
         ends = [("receive", self.ranks[peer]) for peer in others]
@@ -155,7 +154,7 @@ class TorchTransport:
         turns = [("send", self.ranks[send.peer]) for send in sends]
         return WorkBatch([*sends, *receives], channel, turns + ends)
 
-    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+    def all_gather(self, channel: str, group: Group, rows: tuple[int, ...], tensors: list[Gathered]) -> Work:
         if len(set(rows)) > 1:  # collectives need equal parts
             return self._exchange(channel, group, *_as_messages(self.rank, group, rows, tensors))
         communicator = self._group(channel, group)
@@ -165,17 +164,17 @@ class TorchTransport:
             works = [gather_one(all_, mine, group=communicator, async_op=True) for mine, all_ in tensors]
         return WorkBatch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
 
-    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+    def reduce_scatter(self, channel: str, group: Group, tensors: list[Gathered]) -> Work:
         work = add_up(self._group(channel, group), tensors)
         return WorkBatch([work], channel, [("receive", self.ranks[rank]) for rank in group if rank != self.rank])
 
 
-def _others(rank: int, group: tuple[int, ...]) -> list[int]:
+def _others(rank: int, group: Group) -> list[int]:
     return [peer for peer in group if peer != rank]
 
 
 def _as_messages(
-    rank: int, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]
+    rank: int, group: Group, rows: tuple[int, ...], tensors: list[Gathered]
 ) -> tuple[MessageList, MessageList]:
     """The sends and receives of a rank in a gather; its own part is copied at once."""
     sends: MessageList = []
@@ -272,28 +271,28 @@ class _Exchange:
 
 
 class LocalTransport:
-    """The transport between ranks in this process; they share `post`, a `defaultdict(Line)`."""
+    """The transport between ranks in this process; they share `queues`, a `defaultdict(MessageQueue)`."""
 
-    sums = False
+    can_sum = False
 
-    def __init__(self, rank: int, post: dict[tuple[str, int, int], MessageQueue]) -> None:
-        self.rank, self.post = rank, post
+    def __init__(self, rank: int, queues: dict[tuple[str, int, int], MessageQueue]) -> None:
+        self.rank, self.queues = rank, queues  # by channel, sender and receiver
 
     def world(self, peer: int) -> int:
         return peer
 
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> _Exchange:
-        rank, post = self.rank, self.post
-        messages = [post[channel, rank, to].send(x) for to, x in sends]
-        messages += [post[channel, of, rank].receive(x) for of, x in receives]
+        rank, queues = self.rank, self.queues
+        messages = [queues[channel, rank, peer].send(x) for peer, x in sends]
+        messages += [queues[channel, peer, rank].receive(x) for peer, x in receives]
         return _Exchange(channel, messages, [peer for peer, _ in chain(sends, receives)])
 
-    def trade(self, channel: str, group: Ranks, sent: Tensor, received: Tensor, at_once: bool = False) -> _Exchange:
+    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> _Exchange:
         others = _others(self.rank, group)
         sends = list(zip(others, sent.unbind(), strict=True))
         return self.exchange(channel, sends, list(zip(others, received.unbind(), strict=True)))
 
-    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> _Exchange:
+    def all_gather(self, channel: str, group: Group, rows: tuple[int, ...], tensors: list[Gathered]) -> _Exchange:
         return self.exchange(channel, *_as_messages(self.rank, group, rows, tensors))
 
 
@@ -303,7 +302,7 @@ class Subgroup:
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         self.transport = transport
         self.ranks = ranks
-        self.sums = transport.sums
+        self.can_sum = transport.can_sum
 
     def world(self, peer: int) -> int:
         return self.transport.world(self.ranks[peer])
@@ -311,16 +310,16 @@ class Subgroup:
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
         return self.transport.exchange(channel, self._outside(sends), self._outside(receives))
 
-    def trade(self, channel: str, group: Ranks, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
+    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
         return self.transport.trade(channel, tuple(self.ranks[r] for r in group), sent, received, at_once)
 
     def _outside(self, messages: MessageList) -> MessageList:
         return [(self.ranks[peer], x) for peer, x in messages]
 
-    def all_gather(self, channel: str, group: tuple[int, ...], rows: Counts, tensors: list[Gathered]) -> Work:
+    def all_gather(self, channel: str, group: Group, rows: tuple[int, ...], tensors: list[Gathered]) -> Work:
         return self.transport.all_gather(channel, tuple(self.ranks[r] for r in group), rows, tensors)
 
-    def reduce_scatter(self, channel: str, group: tuple[int, ...], tensors: list[Gathered]) -> Work:
+    def reduce_scatter(self, channel: str, group: Group, tensors: list[Gathered]) -> Work:
         return self.transport.reduce_scatter(channel, tuple(self.ranks[r] for r in group), tensors)
 
 
@@ -334,7 +333,7 @@ def run_here(program: Program[Result]) -> Result:
 
 
 def run_all(programs: list[Program[Result]], plan: Plan) -> list[Result]:
-    """Runs the programs of all ranks, which share one `LocalTransport` post, in this process.
+    """Runs the programs of all ranks, which share the queues of `LocalTransport`, in this process.
 
     Raises:
         PlanError: ranks wait for each other forever. The message says what each waits for.

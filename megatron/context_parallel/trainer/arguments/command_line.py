@@ -1,6 +1,5 @@
 """From the command line and files of flags to `Flags`. Unknown flags and invalid values are rejected here."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import yaml
 
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.errors import UsageError, raise_all
+from megatron.context_parallel.progress import is_first_rank
 from megatron.context_parallel.trainer.checkpoint.saved_flags import saved_flags
 from megatron.context_parallel.trainer.config.flags import PRESETS, Flags
 from megatron.context_parallel.trainer.config.upstream_flags import UPSTREAM, refused, without_effect
@@ -72,7 +72,7 @@ def read_flags(argv: list[str] | None = None, unknown: list[UsageError] | None =
     errors += refused(foreign)
     if unknown is None:
         raise_all(errors)
-    if (lines := without_effect(foreign)) and os.environ.get("RANK", "0") == "0":
+    if (lines := without_effect(foreign)) and is_first_rank():
         print("\n".join(lines), flush=True)
     if found.get("use_checkpoint_args") and found.get("load"):
         found = saved_flags(Flags(**found)) | found

@@ -37,18 +37,19 @@ def sharded_optimizer(
         _give_back(optimizer, given)  # to load, megatron-core mixes up the groups of --decoupled-lr and others
         return sharded
     parts = _parts(optimizer)
-    groups = [(part, group) for part in parts for group in part.optimizer.param_groups]
-    scaler = getattr(parts[0], "grad_scaler", None)
-    return {
-        "optimizer": {"param_groups": [_without_parameters(group) | {"step": _step(part)} for part, group in groups]},
-        **({"grad_scaler": scaler.state_dict()} if scaler else {}),
-        "param_state": {
-            f"{number}.{name}": _sharded_states(entry, _states(parts, parameter), rows_of(parameter), loading)
-            for number, chunk in enumerate(model)
-            for name, entry, parameter in described(chunk)
-        },
-        "param_state_sharding_type": METADATA["distrib_optim_sharding_type"],
-    }
+    groups = []
+    for part in parts:
+        groups += [_without_parameters(group) | {"step": _step(part)} for group in part.optimizer.param_groups]
+    states = {}
+    for number, chunk in enumerate(model):
+        for name, entry, parameter in described(chunk):
+            rows = rows_of(parameter)
+            states[f"{number}.{name}"] = _sharded_states(entry, _states(parts, parameter), rows, loading)
+    kind = METADATA["distrib_optim_sharding_type"]
+    sharded = {"optimizer": {"param_groups": groups}, "param_state": states, "param_state_sharding_type": kind}
+    if scaler := getattr(parts[0], "grad_scaler", None):
+        sharded["grad_scaler"] = scaler.state_dict()
+    return sharded
 
 
 def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], loaded: dict[str, Any]) -> None:

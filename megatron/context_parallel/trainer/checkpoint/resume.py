@@ -162,8 +162,8 @@ def _probes(data: "Dataset", consumed: int) -> set[int]:
 
     own: list[Sequence[int]] = [range(consumed)]
     if isinstance(data, BlendedDataset):
-        of = data.dataset_index[:consumed]
-        own = [(of == number).nonzero()[0].tolist() for number in range(len(data.datasets))]
+        parts = data.dataset_index[:consumed]
+        own = [(parts == number).nonzero()[0].tolist() for number in range(len(data.datasets))]
     parts = [part / (_PROBES - 1) for part in range(_PROBES)]
     return {places[round(part * (len(places) - 1))] for places in own if places for part in parts}
 

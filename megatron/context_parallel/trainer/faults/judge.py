@@ -12,7 +12,7 @@ SILENT = 6 * BEAT  # without a message, of a rank whose peers lost it or whose c
 GRACE = 1.0  # seconds in which the cause of a failure may become visible
 SIGNAL_GRACE = 0.2  # seconds in which a signal to all ranks reaches each of them
 _RECENT = 60  # seconds in which ranks notice that one of their connections broke
-_TOLD = 8  # ranks named in a line
+TOLD = 8  # ranks named in a line
 _ANY_TIME = ("", "save", "idle")  # phases of unlimited duration: only their collectives have a limit
 
 
@@ -72,19 +72,19 @@ def judge(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, floa
     """
     to_connect = _seconds_to_connect(ranks)
     for rank in sorted(ranks, key=lambda rank: ranks[rank].at):
-        heard = ranks[rank]
-        if heard.ended == "died":
-            return Verdict([rank], f"rank {rank} died at {heard.position}", [rank])
-        if heard.ended == "failed":
+        status = ranks[rank]
+        if status.ended == "died":
+            return Verdict([rank], f"rank {rank} died at {status.position}", [rank])
+        if status.ended == "failed":
             return Verdict([rank], "")
-        if heard.ended.startswith("SIG") and now - heard.at > SIGNAL_GRACE:
-            return Verdict([rank], f"rank {rank} was ended by {heard.ended} at {heard.position}", [rank])
-        if heard.disconnected and now - heard.at > to_connect:
+        if status.ended.startswith("SIG") and now - status.at > SIGNAL_GRACE:
+            return Verdict([rank], f"rank {rank} was ended by {status.ended} at {status.position}", [rank])
+        if status.disconnected and now - status.at > to_connect:
             return _cut_off(ranks, now)
-        if heard.ended == "usage":
+        if status.ended == "usage":
             if 0 in ranks and ranks[0].ended == "usage":  # rank 0 prints an error that all of them may raise
                 return Verdict([0], "")
-            if now - heard.at > GRACE:
+            if now - status.at > GRACE:
                 return Verdict([rank], "")
     return _silent(ranks, now, limits, 0) or _lost(ranks, now) or _hang(ranks, now, limits[1])
 
@@ -122,40 +122,35 @@ def judge_absent(absent: Collection[int], waited: float, limit: float) -> Verdic
 def never_came(ranks: Collection[int], limit: float) -> str:
     """One line: these ranks did not join within `limit` seconds."""
     return (
-        f"{few(ranks)} did not join within --distributed-timeout-minutes {limit / 60:g}: "
+        f"{named(sorted(ranks), TOLD)} did not join within --distributed-timeout-minutes {limit / 60:g}: "
         "not started, already ended, or unable to reach rank 0"
     )
 
 
-def few(ranks: Collection[int]) -> str:
-    """As `named`, but with at most as many ranks as fit on a line."""
-    return named(sorted(ranks)[:_TOLD]) + " ..." * (len(ranks) > _TOLD)
-
-
 def _seconds_to_connect(ranks: Mapping[int, RankStatus]) -> float:
     """Seconds for a rank to reconnect: a busy host is slow, unless other ranks miss a peer as well."""
-    return GRACE if any(heard.ended in ("lost", "timeout") for heard in ranks.values()) else SILENT
+    return GRACE if any(status.ended in ("lost", "timeout") for status in ranks.values()) else SILENT
 
 
 def _cut_off(ranks: Mapping[int, RankStatus], now: float) -> Verdict:
     """The first rank whose connection broke is to blame. If rank 0 is cut off, it loses all connections."""
     lost = [rank for rank in sorted(ranks) if ranks[rank].disconnected]
     blamed = min(lost + [rank for rank in ranks if now - ranks[rank].cut < _RECENT])
-    heard = ranks[blamed]
-    if heard.ended == "gone":
-        host = heard.process.host.split()[0]
-        return Verdict([blamed], f"rank {blamed} on {host} died or was cut off at {heard.position}", [blamed], lost)
-    return Verdict([blamed], f"rank {blamed} lost its connections at {heard.position}", [], lost)
+    status = ranks[blamed]
+    if status.ended == "gone":
+        host = status.process.host.split()[0]
+        return Verdict([blamed], f"rank {blamed} on {host} died or was cut off at {status.position}", [blamed], lost)
+    return Verdict([blamed], f"rank {blamed} lost its connections at {status.position}", [], lost)
 
 
 def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, float], me: int) -> Verdict | None:
-    suspicion = any(_for_long(heard, now, "lost", "timeout") for heard in ranks.values())
-    settled = any(heard.settled for heard in ranks.values())  # no rank completes an iteration without the others
+    suspicion = any(_for_long(status, now, "lost", "timeout") for status in ranks.values())
+    settled = any(status.settled for status in ranks.values())  # no rank completes an iteration without the others
     limit = SILENT if suspicion else limits[settled]
     silent = {
-        rank: heard
-        for rank, heard in ranks.items()
-        if heard.ended in ("", "lost", "timeout") and now - heard.heard > limit
+        rank: status
+        for rank, status in ranks.items()
+        if status.ended in ("", "lost", "timeout") and now - status.heard > limit
     }
     if not silent:
         return None
@@ -168,7 +163,7 @@ def _silent(ranks: Mapping[int, RankStatus], now: float, limits: tuple[float, fl
 
 def _is_alone(me: int, ranks: Mapping[int, RankStatus], now: float) -> bool:
     """Whether the others fell silent at the same time, several of them or this rank too: its network is to blame."""
-    silences = {rank: now - heard.heard for rank, heard in ranks.items() if heard.ended in ("", "lost", "timeout")}
+    silences = {rank: now - status.heard for rank, status in ranks.items() if status.ended in ("", "lost", "timeout")}
     mine = silences.pop(me, 0.0)
     if not silences or (len(silences) == 1 and mine <= SILENT):
         return False
@@ -177,29 +172,29 @@ def _is_alone(me: int, ranks: Mapping[int, RankStatus], now: float) -> bool:
 
 def _lost(ranks: Mapping[int, RankStatus], now: float) -> Verdict | None:
     """A connection broke, but both ends are alive: the rank that noticed it first reports it."""
-    lost = [rank for rank, heard in ranks.items() if _for_long(heard, now, "lost")]
-    if not lost or any(heard.ended == "timeout" for heard in ranks.values()):
+    lost = [rank for rank, status in ranks.items() if _for_long(status, now, "lost")]
+    if not lost or any(status.ended == "timeout" for status in ranks.values()):
         return None
-    if any(now - heard.cut < _RECENT for heard in ranks.values()):
+    if any(now - status.cut < _RECENT for status in ranks.values()):
         return _cut_off(ranks, now)
     return Verdict([min(lost, key=lambda rank: ranks[rank].at)], "")
 
 
 def _hang(ranks: Mapping[int, RankStatus], now: float, limit: float) -> Verdict | None:
-    there = {rank: heard for rank, heard in ranks.items() if heard.ended != "left"}
-    waited = any(_for_long(heard, now, "timeout") for heard in there.values())
+    there = {rank: status for rank, status in ranks.items() if status.ended != "left"}
+    waited = any(_for_long(status, now, "timeout") for status in there.values())
     still = all(
-        heard.settled and now - heard.moved > limit and heard.position.phase not in _ANY_TIME
-        for heard in there.values()
+        status.settled and now - status.moved > limit and status.position.phase not in _ANY_TIME
+        for status in there.values()
     )
     if not there or not (waited or still):
         return None
     from .wait_graph import culprits, describe_culprits  # takes a third of a second to import
 
-    positions = {rank: heard.position for rank, heard in there.items()}
+    positions = {rank: status.position for rank, status in there.items()}
     blamed = culprits(positions)
     return Verdict(blamed, describe_culprits(blamed, positions))
 
 
-def _for_long(heard: RankStatus, now: float, *ended: str) -> bool:
-    return heard.ended in ended and now - heard.at > GRACE
+def _for_long(status: RankStatus, now: float, *ended: str) -> bool:
+    return status.ended in ended and now - status.at > GRACE

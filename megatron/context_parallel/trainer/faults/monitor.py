@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from megatron.context_parallel.runtime.comm.flight_recorder import Position
+from megatron.context_parallel.runtime.comm.flight_recorder import Position, named
 
-from .judge import BEAT, SILENT, RankStatus, Verdict, few, judge, judge_absent, judge_first
+from .judge import BEAT, SILENT, TOLD, RankStatus, Verdict, judge, judge_absent, judge_first
 from .rank_file import RankProcess, file_of, read_rank_file, this_host
 
 _TICK = 0.1  # seconds
@@ -117,9 +117,9 @@ class Monitor:
                     self._accept()
                 else:
                     self._hear(key.data, now)
-            for heard in self.ranks.values():
-                if now - heard.heard > 2 * BEAT:
-                    self._look_at_file(heard, now)
+            for status in self.ranks.values():
+                if now - status.heard > 2 * BEAT:
+                    self._look_at_file(status, now)
             if now >= beat:
                 beat = now + max(BEAT, min(self.limits) / 10)
                 self._tell_all({})
@@ -135,13 +135,13 @@ class Monitor:
     def silent_ranks(self) -> list[int]:
         """Ranks that have sent nothing for some seconds but may still send. Any thread may call it."""
         now = time.monotonic()
-        return sorted(rank for rank, heard in [*self.ranks.items()] if now - heard.heard > SILENT)
+        return sorted(rank for rank, status in [*self.ranks.items()] if now - status.heard > SILENT)
 
     def _decide(self, now: float) -> Verdict | None:
         if not self._judge(now):
             return None
-        for heard in self.ranks.values():  # their last message may be half a second old
-            self._look_at_file(heard, now)
+        for status in self.ranks.values():  # their last message may be half a second old
+            self._look_at_file(status, now)
         return self._judge(now)
 
     def _judge(self, now: float) -> Verdict | None:
@@ -151,14 +151,14 @@ class Monitor:
 
     def _ask_for_patience(self, waited: float) -> None:
         if waited < self.limits[0]:
-            minutes = f"--distributed-timeout-minutes {self.limits[0] / 60:g}"
-            words = f"{few(self.absent)} of {self.world} not joined after {waited:.0f} s; waiting up to {minutes}"
-            self.say(Verdict(sorted(self.absent), words))
+            ranks, limit = sorted(self.absent), f"--distributed-timeout-minutes {self.limits[0] / 60:g}"
+            words = f"{named(ranks, TOLD)} of {self.world} not joined after {waited:.0f} s; waiting up to {limit}"
+            self.say(Verdict(ranks, words))
 
     def _forgive(self, seconds: float) -> None:
-        for heard in self.ranks.values():
-            heard.heard += seconds
-            heard.moved += seconds
+        for status in self.ranks.values():
+            status.heard += seconds
+            status.moved += seconds
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
@@ -193,52 +193,52 @@ class Monitor:
             if self.verdict and self._may_hear(connection):
                 self._send_verdict(connection, self.verdict)
             return
-        heard = self.ranks[connection.rank]
-        heard.heard = now
+        status = self.ranks[connection.rank]
+        status.heard = now
         if "at" in message:
-            self._move(heard, Position.read(message["at"]), now)
+            self._move(status, Position.read(message["at"]), now)
         if "ended" in message:
-            heard.spoke = message["ended"] == "left"
-            if not heard.ended:
-                heard.ended, heard.at = message["ended"], now
+            status.spoke = message["ended"] == "left"
+            if not status.ended:
+                status.ended, status.at = message["ended"], now
 
     def _join(self, process: RankProcess, now: float) -> None:
-        heard = self.ranks.get(process.rank)
-        if not heard:
+        status = self.ranks.get(process.rank)
+        if not status:
             self.ranks[process.rank] = RankStatus(process, now, now)
             return
-        if heard.process != process:
+        if status.process != process:
             raise ValueError("another process has that rank")
-        heard.heard = heard.cut = now  # its connection broke, and it reconnected
-        if heard.disconnected:
-            heard.ended = ""
+        status.heard = status.cut = now  # its connection broke, and it reconnected
+        if status.disconnected:
+            status.ended = ""
 
-    def _move(self, heard: RankStatus, position: Position, now: float) -> None:
-        if position.notes != heard.position.notes:
-            heard.moved = now
-        heard.position = position
+    def _move(self, status: RankStatus, position: Position, now: float) -> None:
+        if position.notes != status.position.notes:
+            status.moved = now
+        status.position = position
 
     def _gone(self, rank: int, now: float) -> None:
         if rank < 0:
             return
-        heard = self.ranks[rank]
+        status = self.ranks[rank]
         chosen = self.verdict and rank in self.verdict.ranks
-        unsaid = not heard.spoke and (heard.ended in ("failed", "usage") or chosen)
-        if heard.ended and not unsaid:
+        unsaid = not status.spoke and (status.ended in ("failed", "usage") or chosen)
+        if status.ended and not unsaid:
             return
-        elsewhere = heard.process.host != this_host()
-        heard.ended = "gone" if elsewhere else "cut off" if _lives(heard.process) else "died"
+        elsewhere = status.process.host != this_host()
+        status.ended = "gone" if elsewhere else "cut off" if _lives(status.process) else "died"
         if not unsaid:
-            heard.at = now
+            status.at = now
 
-    def _look_at_file(self, heard: RankStatus, now: float) -> None:
+    def _look_at_file(self, status: RankStatus, now: float) -> None:
         """The position of a rank on this host, newer than the last one it sent."""
-        if heard.ended == "left" or heard.process.host != this_host():
+        if status.ended == "left" or status.process.host != this_host():
             return
         with contextlib.suppress(OSError, ValueError):
-            process, position = read_rank_file(file_of(heard.process.pid))
-            if process == heard.process:
-                self._move(heard, position, now)
+            process, position = read_rank_file(file_of(status.process.pid))
+            if process == status.process:
+                self._move(status, position, now)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for connection in list(self.connections):
@@ -271,10 +271,10 @@ class Monitor:
                     self._send_verdict(connection, self.verdict)
 
     def _send_verdict(self, connection: Connection, verdict: Verdict) -> None:
-        heard = self.ranks.get(connection.rank)
+        status = self.ranks.get(connection.rank)
         stopped = [self.ranks[rank].process for rank in verdict.stopped]
         # A rank ends those of its own host. With those of all hosts the line could be too long to be read.
-        pids = [[other.host, other.pid] for other in stopped if heard and other.host == heard.process.host]
+        pids = [[other.host, other.pid] for other in stopped if status and other.host == status.process.host]
         speaks = not verdict.line and connection.rank == verdict.ranks[0]
         connection.send({"end": verdict.line, "speak": speaks, "kill": pids})
 

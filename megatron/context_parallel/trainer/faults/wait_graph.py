@@ -80,4 +80,4 @@ def describe_culprits(ranks: list[int], positions: Mapping[int, Position]) -> st
         return f"rank {ranks[0]} makes no progress at {positions[ranks[0]]}"
     waiting = all(positions[rank].waits for rank in ranks)
     what = "wait for each other" if waiting else "make no progress"
-    return f"{named(ranks[:_TOLD])}{' ...' * (len(ranks) > _TOLD)} {what}: {'; '.join(each)}"
+    return f"{named(ranks, _TOLD)} {what}: {'; '.join(each)}"
