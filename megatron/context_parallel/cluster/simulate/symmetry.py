@@ -50,7 +50,7 @@ class Symmetry:
         first, last = self.grid.coordinates(sender), self.grid.coordinates(receiver)
         heads = (last["heads"] - first["heads"] + first["heads"] % self.groups) % (self.grid.size // self.shift.n)
         context = self.shift.moved(last["context"], self.shift.way_back(first["context"]))
-        return self.like(sender), self.grid.rank(heads=heads, context=context)
+        return self.representative(sender), self.grid.rank(heads=heads, context=context)
 
 
 def symmetry_of(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], links: int) -> Symmetry:
