@@ -53,13 +53,19 @@ class Stream:
 
 
 class Event:
+    def __init__(self, external: bool = False) -> None: ...
     def record(self, stream: Stream) -> None: ...
+
+
+def is_no_weight(handler: object, tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, torch.nn.Parameter)
 
 
 @contextmanager
 def streams_on_host() -> Iterator[None]:
     """What megatron-core calls of a GPU runs on the host."""
-    pool = offloading.GPUTensorPool
+    pool_name = "GPUTensorPool" if hasattr(offloading, "GPUTensorPool") else "OffloadTensorPool"  # megatron-core 0.19
+    pool = getattr(offloading, pool_name)
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in {"Stream": Stream, "Event": Event, "current_stream": Stream}.items():
             patch.setattr(torch.cuda, name, fake)
@@ -68,7 +74,9 @@ def streams_on_host() -> Iterator[None]:
         patch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
         patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         patch.setattr(transformer_engine, "cpu_offload", SimpleNamespace(CPUOffloadEnabled=False))
-        patch.setattr(offloading, "GPUTensorPool", lambda device, pin_memory: pool(device))
+        patch.setattr(offloading, pool_name, lambda device, pin_memory: pool(device))
+        if hasattr(offloading.ChunkOffloadHandler, "_can_manage_tensor_for_offload"):  # it asks for a GPU's tensor
+            patch.setattr(offloading.ChunkOffloadHandler, "_can_manage_tensor_for_offload", is_no_weight)
         patch.setattr(offloading, "print_offload_summary_table", lambda sizes: None)
         patch.setattr(offloading.PipelineOffloadManager, "OFFLOAD_MGR", None)
         yield

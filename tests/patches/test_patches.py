@@ -238,7 +238,11 @@ BODIES: Table = {
             "PipelineOffloadManager.enable_offload": "f98384450110",
             "PipelineOffloadManager.pop_forward_chunk": "ab1561e21cfc",
         },
-        f"{_CORE}/models/gpt/gpt_model.py": {"GPTModel.preprocess_for_fine_grained_offloading": "ac73224597dc"},
+        f"{_CORE}/models/gpt/gpt_model.py": {
+            "GPTModel.preprocess_for_fine_grained_offloading": by_release(
+                {(0, 16): "ac73224597dc", (0, 18): "8d9fac598ce0", (0, 19): "e471d75caf14"}
+            )
+        },
     },
     "megatron_offloaded_optimizer": {
         f"{_CORE}/optimizer/cpu_offloading/hybrid_optimizer.py": {

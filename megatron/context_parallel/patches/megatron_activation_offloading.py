@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from megatron.core.transformer import TransformerConfig
 
-CHECKED = {"megatron-core": "0.16"}
+CHECKED = {"megatron-core": "0.16 to 0.19"}
 
 
 @contextmanager

@@ -6,7 +6,7 @@ megatron-core has no function for it: it makes a step with random gradients, whi
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-CHECKED = {"megatron-core": "0.16"}
+CHECKED = {"megatron-core": "0.16 to 0.19"}
 
 
 def prime_offloaded(adam: HybridDeviceOptimizer) -> None:
