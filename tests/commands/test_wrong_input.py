@@ -188,7 +188,7 @@ MISTAKES = [
     (f"{FSDP} optim --num-distributed-optimizer-instances 2", 4,
      ["--num-distributed-optimizer-instances 2", "wrong gradients"], "--data-parallel-sharding-strategy optim_grads"),
     (f"{FSDP} optim --overlap-grad-reduce", 4,
-     ["--overlap-grad-reduce", "wrong"], "--data-parallel-sharding-strategy optim_grads"),
+     ["--overlap-grad-reduce", "wrong gradients with", "optim; leave it out"], None),
     (f"{FSDP} optim_grads_params --outer-dp-sharding-strategy optim", 4,
      ["--outer-dp-sharding-strategy optim", "norm"], "--outer-dp-sharding-strategy no_shard"),
     (f"{FSDP} optim_grads --tensor-model-parallel-size 2", 4,

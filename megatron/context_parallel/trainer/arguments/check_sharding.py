@@ -83,8 +83,8 @@ def _check_megatron_fsdp(args: Arguments) -> Iterator[UsageError]:
         why = "Megatron-FSDP computes a wrong gradient norm with it"
         yield refusal(args, "outer_dp_sharding_strategy", why, outer_dp_sharding_strategy="no_shard")
     if sharding == "optim" and args.overlap_grad_reduce:
-        why = "Megatron-FSDP computes wrong gradients with --data-parallel-sharding-strategy optim"
-        yield refusal(args, "overlap_grad_reduce", why, data_parallel_sharding_strategy="optim_grads")
+        why = "Megatron-FSDP computes wrong gradients with --data-parallel-sharding-strategy optim; leave it out"
+        yield refusal(args, "overlap_grad_reduce", why)
     if tensor > 1:
         why = "not supported with --use-megatron-fsdp; use --use-torch-fsdp2 or --use-distributed-optimizer"
         yield refusal(args, "tensor_model_parallel_size", why, tensor_model_parallel_size=1)
