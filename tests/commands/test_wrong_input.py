@@ -129,7 +129,8 @@ MISTAKES = [
     # model
     ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4"], "--hidden-size 64"),
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"], "--num-query-groups 1"),
-    ("--max-position-embeddings 64", 1, ["--seq-length 128", "64"], "--max-position-embeddings 128"),
+    ("--max-position-embeddings 64", 1, ["--seq-length 128", "give --seq-length 64, or --max-position-embeddings 128"],
+     "--max-position-embeddings 128"),
     ("--kv-channels 15", 1, ["--kv-channels 15", "even"], "--kv-channels 16"),
     ("--num-attention-heads 6 --kv-channels 16 --tensor-model-parallel-size 4", 4,
      ["heads 6", "size 4"], "--num-attention-heads 4"),
@@ -170,6 +171,9 @@ MISTAKES = [
     # numbers
     ("--fp8-format hybrid --transformer-impl local --dry-run", 1, ["--fp8-format hybrid", "Transformer Engine"],
      "--transformer-impl transformer_engine"),
+    pytest.param("--fp8-format hybrid", 1, ["--fp8-format hybrid", "it is not installed; leave it out"],
+                 None, marks=without_te),
+    ("--fp8-format hybrid --num-experts 4 --dry-run", 1, ["--fp8-format hybrid", "with experts; leave it out"], None),
     pytest.param("--transformer-impl transformer_engine", 1, ["--transformer-impl transformer_engine", "not installed"],
                  "--transformer-impl local", marks=without_te),
     # sharding over ranks
@@ -245,7 +249,7 @@ MISTAKES = [
     ("--offload-checkpoints", 1, ["--offload-checkpoints", "needs --recompute-granularity full"], None),
     ("--optimizer-cpu-offload", 1, ["--optimizer-cpu-offload", "needs --use-precision-aware-optimizer --bf16"], None),
     pytest.param("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --optimizer-cpu-offload", 1,
-     ["--optimizer-cpu-offload", "GPU", "in host memory already"], None, marks=without_gpu),
+     ["--optimizer-cpu-offload", "leave it and --use-precision-aware-optimizer out"], None, marks=without_gpu),
     pytest.param("--use-torch-fsdp2 --optimizer-cpu-offload", 1,
      ["--optimizer-cpu-offload", "GPU", "in host memory already"], None, marks=without_gpu),
     ("--dry-run --use-torch-fsdp2 --optimizer-cpu-offload --optimizer-offload-fraction 0.5", 1,

@@ -389,8 +389,8 @@ def test_options_of_nccl_that_nobody_reads_are_refused(text, message, tmp_path):
     with pytest.raises(UsageError, match=f"nccl.yaml: .*{message}") as error:
         parsed(f"{flags} --distributed-backend nccl")
     assert "\n" not in str(error.value)
-    with pytest.raises(UsageError, match="has an effect only with NCCL; give --distributed-backend nccl"):
-        parsed(flags)
+    with pytest.raises(UsageError, match="has an effect only with NCCL, between GPUs; leave it out"):
+        parsed(f"{flags} --distributed-backend gloo")
 
 
 def test_gloo_is_refused_between_gpus(monkeypatch):

@@ -83,7 +83,10 @@ def check_relations(args: FlagSection) -> Iterator[UsageError]:
         if flag.multiple_of:
             yield from check_multiple(args, name, *flag.multiple_of.split())
         if flag.not_above and value > (limit := getattr(args, flag.not_above) or math.inf):
-            yield refusal(args, name, f"more than {flag_text(args, flag.not_above)}", **{name: limit})
+            advice = flag.given(limit)
+            if above := args.declared.get(flag.not_above):
+                advice += f", or {above.given(value)}"
+            yield refusal(args, name, f"more than {flag_text(args, flag.not_above)}; give {advice}")
 
 
 def check_multiple(args: FlagSection, name: str, *of: str) -> Iterator[UsageError]:

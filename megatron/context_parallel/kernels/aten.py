@@ -181,9 +181,9 @@ def _backward_causal(
     for rows in squares:  # they cover all rows
         dq[:, :, rows], dk[:, :, rows], dv[:, :, rows] = of_piece(rows, rows, causal=True)
     for rows, keys in rectangles:
-        grads = of_piece(rows, keys, causal=False)
-        for into, grad in zip((dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]), grads, strict=True):
-            into.add_(grad)
+        into = dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
+        for total, part in zip(into, of_piece(rows, keys, causal=False), strict=True):  # the tuple ends with the loop
+            total.add_(part)
     return dq, dk, dv
 
 

@@ -183,7 +183,8 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "fp16", "needs a GPU, and this host has none; give --bf16, or neither")
     if args.optimizer_cpu_offload and not missing_for_optimizer_on_host(args) and not args.dry_run:
         if not gpus:
-            why = "needs a GPU; on this host the optimizer is in host memory already; leave it out"
+            what = "it and --use-precision-aware-optimizer" if args.use_precision_aware_optimizer else "it"
+            why = f"needs a GPU; on this host the optimizer is in host memory already; leave {what} out"
             yield refusal(args, "optimizer_cpu_offload", why)
         elif not args.use_torch_fsdp2 and (why := why_not_importable()):
             yield refusal(args, "optimizer_cpu_offload", f"needs Transformer Engine: {why}; leave it out")
@@ -191,14 +192,20 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "distributed_backend", "needs GPUs, and this host has none", distributed_backend="gloo")
     if args.distributed_backend == "gloo" and gpus and args.world_size > 1 and not args.dry_run:
         yield refusal(args, "distributed_backend", "does not send tensors of GPUs", distributed_backend="nccl")
-    nccl = args.distributed_backend == "nccl" or (gpus and not args.distributed_backend)
+    nccl = args.distributed_backend == "nccl" or ((gpus or args.dry_run) and not args.distributed_backend)
     for name in ("high_priority_stream_groups", "nccl_communicator_config_path"):
         if getattr(args, name) and not nccl:
-            yield refusal(args, name, "has an effect only with NCCL", distributed_backend="nccl")
+            yield refusal(args, name, "has an effect only with NCCL, between GPUs; leave it out")
     if args.transformer_impl == "transformer_engine" and not (args.dry_run and (args.fp8 or not gpus)):
         yield from caught(check_importable)
-    if args.fp8 and args.transformer_impl == "local":
-        yield refusal(args, "fp8", "needs Transformer Engine's linear layers", transformer_impl="transformer_engine")
+    if args.fp8 and args.num_experts:
+        yield refusal(args, "fp8", "needs Transformer Engine, which was not tested with experts; leave it out")
+    elif args.fp8 and args.transformer_impl == "local":
+        why = "needs Transformer Engine's linear layers"
+        if not args.dry_run and (missing := why_not_importable()):
+            yield refusal(args, "fp8", f"{why}: {missing}; leave it out, or install transformer-engine")
+        else:
+            yield refusal(args, "fp8", why, transformer_impl="transformer_engine")
     elsewhere = args.dry_run and not gpus and backend not in ("auto", "aten")
     device = "cuda" if gpus or elsewhere else "cpu"
     if args.longest and not (args.device_memory or args.cp_cluster):
