@@ -183,8 +183,8 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "fp16", "needs a GPU, and this host has none; give --bf16, or neither")
     if args.optimizer_cpu_offload and not missing_for_optimizer_on_host(args) and not args.dry_run:
         if not gpus:
-            what = "it and --use-precision-aware-optimizer" if args.use_precision_aware_optimizer else "it"
-            why = f"needs a GPU; on this host the optimizer is in host memory already; leave {what} out"
+            both = " and --use-precision-aware-optimizer" if args.use_precision_aware_optimizer else ""
+            why = f"needs a GPU; on this host the optimizer is in host memory already; leave it{both} out"
             yield refusal(args, "optimizer_cpu_offload", why)
         elif not args.use_torch_fsdp2 and (why := why_not_importable()):
             yield refusal(args, "optimizer_cpu_offload", f"needs Transformer Engine: {why}; leave it out")
