@@ -256,7 +256,10 @@ def register(
     Args:
         name: the value of `--cp-strategy`.
         layouts: the layouts that it supports; the first is its default.
-        channels, head_parallel, planned, period: as in `Strategy`.
+        channels: the channels of its messages and reduce-scatters.
+        head_parallel: as in `Strategy`.
+        planned: as in `Strategy`.
+        period: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
