@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
             place = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
             print(f"listening at http://{place}, model {name}", flush=True)
             worker.run(sigterm_came, flags.timeout_graceful_shutdown)
-            print("stopped", flush=True)
+        print("stopped", flush=True)  # behind the log lines of the last answers
 
 
 def check_handoff(flags: Serve) -> None:
