@@ -128,5 +128,9 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def _needed(tensor_layout: str) -> str:
     sizes = {"q": ("s", "b", "heads", "d"), "k": ("t", "b", "kv_heads", "d"), "v": ("t", "b", "kv_heads", "dv")}
-    q, k, v = (f"{x} [{', '.join(names[i] for i in INVERSE[tensor_layout])}]" for x, names in sizes.items())
+    needed = []
+    for x, names in sizes.items():
+        ordered = [names[i] for i in INVERSE[tensor_layout]]
+        needed.append(f"{x} [{', '.join(ordered)}]")
+    q, k, v = needed
     return f"{q}, {k} and {v}"

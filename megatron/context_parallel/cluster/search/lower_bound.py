@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, BlockTime
 from megatron.context_parallel.cluster.simulate.links import Links
-from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Plan, Recv, Send, SwapHeads, T
+from megatron.context_parallel.plan.ir import AllGather, Attend, Comm, Message, Plan, SwapHeads, T
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 
@@ -153,5 +153,5 @@ class _Rank:
                 yield self.rank, ring[(at + 1) % len(ring)], passed
             else:
                 for t in op.transfers(self.place):
-                    share = self.sent.least_share(t) if self.sent and isinstance(op, Send | Recv) else 1.0
+                    share = self.sent.least_share(t) if self.sent and isinstance(op, Message) else 1.0
                     yield self.members[t.sender], self.members[t.receiver], size * share

@@ -117,7 +117,8 @@ def print_table(title: str, rows: list[dict]) -> None:
     """Plain text with right-aligned columns; without rich, which a GPU image may lack. Rows may lack columns."""
     columns = [*dict.fromkeys(column for row in rows for column in row)]
     lines = [columns]
-    lines += [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    for row in rows:
+        lines.append([_cell(row.get(column, "")) for column in columns])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(f"\n{title}")
     for line in lines:
