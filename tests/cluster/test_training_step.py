@@ -629,7 +629,7 @@ def test_memory_of_rounds_that_share_key_heads(ranks, dtype, kv_heads):
     run = TrainConfig(seq_length=512, cp_strategy="ulysses:head_rounds=4", **how)
     model = replace(MODEL, num_attention_heads=16, num_query_groups=kv_heads, kv_channels=64)
     for measured in ranks(2, _backward_peak, run.cp_strategy, 16, kv_heads, dtype):
-        assert attention_buffers(model, run) == pytest.approx(measured, rel=0.045)
+        assert attention_buffers(model, run) == pytest.approx(measured, rel=0.04)
 
 
 def test_gradients_may_travel_in_the_dtype_of_the_model():
@@ -739,12 +739,9 @@ WIDE_ATTENTION, NARROW = {"ffn_hidden_size": 8, "kv_channels": 32}, {"ffn_hidden
     ],
 )
 def test_the_peak_with_recomputation_is_that_of_the_allocator(ranks, family, cases):
-    """No hidden states are missing or too many: in attention, where a layer ends, and with chunks of the MLP.
-
-    ATen's kernel has a scratch of 256 KiB for pieces of 512 rows, half of one of them, which no formula counts.
-    """
+    """No hidden states are missing or too many: in attention, where a layer ends, and with chunks of the MLP."""
     (found,) = ranks(1, _peaks, family, cases)
     assert [moment.name for _, moment in found] == [ATTENTION, *[MLP] * (len(cases) - 1)]
     hidden = 2 * LONG * 64 * 4
     missing = [(allocated - moment.bytes) / hidden for allocated, moment in found]
-    assert missing == pytest.approx([0] * len(found), abs=0.45)
+    assert missing == pytest.approx([0] * len(found), abs=0.3)

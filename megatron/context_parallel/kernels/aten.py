@@ -179,10 +179,11 @@ def _backward_causal(
         return cpu_attention_backward(*inputs, 0.0, causal, scale=scale)
 
     for rows in squares:  # they cover all rows
-        dq[:, :, rows], dk[:, :, rows], dv[:, :, rows] = of_piece(rows, rows, causal=True)
+        parts = of_piece(rows, rows, causal=True)
+        dq[:, :, rows], dk[:, :, rows], dv[:, :, rows] = parts
     for rows, keys in rectangles:
-        into = dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]
-        for total, part in zip(into, of_piece(rows, keys, causal=False), strict=True):  # the tuple ends with the loop
+        parts = of_piece(rows, keys, causal=False)
+        for total, part in zip((dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]), parts, strict=True):
             total.add_(part)
     return dq, dk, dv
 

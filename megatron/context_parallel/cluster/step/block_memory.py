@@ -5,9 +5,9 @@ from megatron.context_parallel.plan.ir import AllGather, Attend, Key, Plan, T
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.runtime.blocks import Blocks
 
-# ATen on a CPU adds the parts of a causal square. At most, in shares of its rows: DQ, DK and DV of the largest
-# rectangle, with a copy of its output gradient.
-CAUSAL_PARTS = 3 / 2 + 1 / 2
+# ATen on a CPU adds the parts of a causal square, in shares of its rows: DQ, DK and DV of the largest rectangle, then
+# also those of the next one, with a copy of its output gradient.
+CAUSAL_PARTS = 3 / 2 + 3 / 4 + 1 / 4
 
 
 class BlockMemory:
