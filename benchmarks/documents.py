@@ -30,7 +30,8 @@ from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.gpu_checks.documents import CASES, end_tokens, plan_and_cut
 from megatron.context_parallel.kernels.choose import LibraryAndPosition
 from megatron.context_parallel.kernels.masks import Piece, Runs
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.documents import Documents
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.arguments.preset_model import preset_model

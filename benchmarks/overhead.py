@@ -96,7 +96,7 @@ def microseconds(cp: AllRanks, run: Callable, rounds: int) -> list[float]:
         run(passes.backward, plans[1], problem, inputs)
         times[0].append(middle - start)
         times[1].append(time.process_time() - begun)
-    counts = [sum(map(len, plan.steps)) * plan.heads for plan in plans]
+    counts = [sum(map(len, plan.steps)) * plan.head_parallel_size for plan in plans]
     return [1e6 * min(of[1:]) / count for of, count in zip(times, counts, strict=True)]
 
 

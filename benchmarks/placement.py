@@ -33,7 +33,7 @@ from megatron.context_parallel.cluster.step.placement_costs import costs_of_run
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan_documents import draw_lengths, end_to_end
 from megatron.context_parallel.strategies import STRATEGIES, parse_spec
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 
 LENGTHS = {"log-normal": (1100, 1.5), "long mixed": (8000, 1.4), "one document": None}
 STATIC_UP_TO = 64  # ranks; with more, counting the pairs of static layouts takes minutes

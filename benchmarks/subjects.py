@@ -13,7 +13,8 @@ from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.plan.volume import Shape, received_bytes
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.documents import Documents
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
 
 from .cases import DTYPES, Case, Workload

@@ -23,7 +23,7 @@ from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.cluster.step.placement_costs import costs_of_run
 from megatron.context_parallel.integration import spec
 from megatron.context_parallel.kernels.choose import kernel_for
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.trainer import setup, training
 from megatron.context_parallel.trainer.arguments.complete import parse_args

@@ -10,8 +10,8 @@ from megatron.context_parallel import LAYOUTS, STRATEGIES, AllRanks, ContextPara
 from megatron.context_parallel.attention.api import context_parallel_attention
 from megatron.context_parallel.cluster.search.candidates import Workload
 from megatron.context_parallel.kernels.aten import AtenFlash
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
-from megatron.context_parallel.tokens.mask import Documents
 from tests.support.dense import dense_attention, visible
 from tests.support.exact import errors
 

@@ -18,8 +18,9 @@ from megatron.context_parallel.runtime.comm.transport import LocalTransport, Mes
 from megatron.context_parallel.runtime.executor import Executor, Problem
 from megatron.context_parallel.strategies import Pass, Strategy
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 
 

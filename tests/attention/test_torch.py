@@ -17,8 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.handles import held
-from megatron.context_parallel.tokens.mask import Documents
 from megatron.context_parallel.tokens.placement import Placement
 from tests.support import torch_case
 from tests.support.fsdp_case import fsdp_losses, one_rank  # noqa: F401  # a fixture

@@ -18,8 +18,9 @@ from megatron.context_parallel.commands.plan_documents import draw_lengths, end_
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import parse_spec
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import Slices
 from megatron.context_parallel.trainer.arguments import auto
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy

@@ -153,7 +153,7 @@ def test_ranks_that_do_the_same_are_simulated_once(spec):
         plan = parse_spec(spec).plan(32, backward=backward, heads=64, kv_heads=64)
         every = simulate(plan, cluster, SHAPE)
         few = simulate(plan, cluster, SHAPE, all_up_to=1)
-        assert (every.symmetry.ranks, every.symmetry.groups) == (plan.n, plan.heads)
+        assert (every.symmetry.ranks, every.symmetry.groups) == (plan.n, plan.head_parallel_size)
         assert (few.symmetry.ranks, few.symmetry.groups) == FOLDS[spec]
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
         assert few.compute == pytest.approx(every.compute, rel=1e-9)

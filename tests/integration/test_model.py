@@ -18,7 +18,7 @@ from megatron.context_parallel.integration.packed import PackedDocuments
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import ContextParallelAttention, block_spec
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.placement import Placement
 from tests.support.gpt_case import BATCH, CU_SEQLENS, LENGTH, VOCABULARY, WINDOW, batch, config, hidden
 

@@ -18,8 +18,9 @@ from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.runtime.executor import Executor
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 
 
 def covered(cut, q_rows: int, kv_rows: int) -> torch.Tensor:

@@ -265,7 +265,7 @@ def through_a_plan() -> list[float]:
     """Errors of out, lse, dq, dk, dv of 4 ranks: head_dim 80, values of 64, a softcap, documents and padding."""
     from megatron.context_parallel import AllRanks, context_parallel_attention
     from megatron.context_parallel.kernels.position import PositionKernel
-    from megatron.context_parallel.tokens.mask import Documents
+    from megatron.context_parallel.tokens.documents import Documents
 
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(64, 1, *x) for x in ((2, 80), (1, 80), (1, 64), (2, 64)))

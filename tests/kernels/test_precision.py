@@ -12,7 +12,7 @@ from megatron.context_parallel.kernels.masks import CAUSAL, Runs
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.kernels.softcap import SoftcapCpu
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 
 DIM = 64
 

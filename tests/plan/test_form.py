@@ -7,7 +7,7 @@ import pytest
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import AllGather, Attend, PlanError, Recv, ReduceScatter, Send, Step, T
 from megatron.context_parallel.plan.verify import verify
-from megatron.context_parallel.tokens.mask import Pairs
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
 
 MALFORMED = {
     "numbers for chunks": (Step(attend=(Attend(0, 0),)), r"query chunks 0 of a block; need a tuple of distinct chunks"),

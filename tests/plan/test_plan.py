@@ -11,8 +11,9 @@ from megatron.context_parallel.plan.ir import AllGather, Attend, Plan, PlanError
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.strategies import Pass
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Mask, Pairs
+from megatron.context_parallel.tokens.mask import Mask
 from tests.campaigns.plan_mutations import run as run_changed
 from tests.support.verdict import Subject
 from tests.support.waiting import stuck

@@ -8,8 +8,10 @@ import torch
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask, Pairs
+from megatron.context_parallel.tokens.mask import Mask
 from tests.support.waiting import stuck
 
 SIZES = (*range(2, 10), 12, 16)

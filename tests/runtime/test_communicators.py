@@ -17,7 +17,7 @@ from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.patches.torch_process_groups import timeout_of
 from megatron.context_parallel.plan.ir import PLACEMENTS, PlanError
 from megatron.context_parallel.strategies import parse_spec
-from megatron.context_parallel.tokens.mask import Pairs
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from tests.support.exact import DIM, gradients
 
 HEADS = 6

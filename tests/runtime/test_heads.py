@@ -292,7 +292,7 @@ def test_examples_of_placement():
     )
     assert first.grid.along(0, "heads") == (0, 1) and first.grid.along(0, "context") == (0, 2, 4, 6)
     assert second.grid.along(0, "heads") == (0, 4) and second.grid.along(0, "context") == (0, 1, 2, 3)
-    assert Plan("own", "cyclic", Pairs.all(4), False, ((),) * 4, heads=2).grid == first.grid  # the default
+    assert Plan("own", "cyclic", Pairs.all(4), False, ((),) * 4, head_parallel_size=2).grid == first.grid  # the default
     assert [first.chunk_of(r) for r in range(8)] == list(range(8))
     assert [second.chunk_of(r) for r in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
 

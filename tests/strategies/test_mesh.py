@@ -14,8 +14,8 @@ from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import received
 from megatron.context_parallel.strategies.mesh import best_grid
 from megatron.context_parallel.strategies.mesh_schedule import costs_by_bytes, greedy_steps
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import shard, unshard
-from megatron.context_parallel.tokens.mask import Pairs
 from tests.support.exact import HEADS, WHAT, errors, exact, gradients, problem
 from tests.support.sizes import SIZES
 

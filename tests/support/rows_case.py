@@ -11,8 +11,9 @@ from megatron.context_parallel.inference.pass_q import RING_PASS_Q
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.runtime.blocks import Blocks
+from megatron.context_parallel.tokens.documents import Sequences
 from megatron.context_parallel.tokens.layout import ListedChunks
-from megatron.context_parallel.tokens.mask import Mask, Sequences
+from megatron.context_parallel.tokens.mask import Mask
 from tests.support.dense import dense_attention, visible
 
 VARIANTS = {

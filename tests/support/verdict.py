@@ -11,7 +11,8 @@ from megatron.context_parallel.attention.plans import Plans
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.documents import Documents
+from megatron.context_parallel.tokens.mask import Mask
 from tests.support.dense import dense_attention
 from tests.support.waiting import stuck
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megatron.context_parallel.tokens.chunk_loads import ChunkLoads, chunk_loads, pairs_between
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 from tests.support.dense import visible
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron.context_parallel import LAYOUTS, UsageError
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
-from megatron.context_parallel.tokens.rank_grid import ProcessMesh
+from megatron.context_parallel.tokens.rank_grid import RankGrid
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_unknown_layout():
 
 
 def test_process_mesh():
-    mesh = ProcessMesh(("tp", "cp", "dp"), (2, 3, 2))
+    mesh = RankGrid(("tp", "cp", "dp"), (2, 3, 2))
     assert mesh.size == 12
     assert mesh.coordinates(9) == {"tp": 1, "cp": 1, "dp": 1}
     assert mesh.rank(tp=1, cp=1, dp=1) == 9
@@ -49,4 +49,4 @@ def test_process_mesh():
     assert mesh.along(3, "tp", "dp") == (2, 3, 8, 9)
     assert [mesh.rank(**mesh.coordinates(r)) for r in range(12)] == list(range(12))
     with pytest.raises(UsageError, match="one positive size"):
-        ProcessMesh(("tp",), (0,))
+        RankGrid(("tp",), (0,))

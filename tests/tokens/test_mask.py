@@ -12,8 +12,9 @@ from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks, positions, unshard
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 from tests.support.dense import dense_attention, visible
 from tests.support.exact import WHAT, gradients

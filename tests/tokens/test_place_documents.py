@@ -6,8 +6,9 @@ import torch
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.tokens.chunk_loads import ChunkLoads, chunk_loads
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.placement import Placement
 

@@ -15,7 +15,8 @@ from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import STRATEGIES
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.documents import Documents
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 from tests.support.dense import dense_attention, visible
 from tests.support.wire import count_received

@@ -9,7 +9,8 @@ from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, Usa
 from megatron.context_parallel.attention.api import attention_of_rows
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.runtime.comm import transport
-from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
+from megatron.context_parallel.tokens.documents import Documents, Sequences
+from megatron.context_parallel.tokens.mask import Mask
 from tests.support.rows_case import VARIANTS, Batch, error
 from tests.support.wire import count_received
 

@@ -15,8 +15,9 @@ from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.runtime.passes import forward
 from megatron.context_parallel.runtime.sinks import add_sinks
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.handles import HandleOf, handle_of
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 
 from .context import AllRanks, ContextParallel
 from .inputs import autocast, check, check_kernel, check_partials, check_types, from_sbhd, to_sbhd
@@ -170,8 +171,8 @@ def attention_of_rows(
     if cp.n == 1:
         return [_of_one_rank(blocks, scores, sinks, *inputs[0])]
     plan = cp.plans.full(q.shape[2], k.shape[2])
-    if plan.heads > 1:
-        raise UsageError(f"--cp-head-parallel-size {plan.heads}: head parallelism needs chunks of equal size; give 1")
+    if (parts := plan.head_parallel_size) > 1:
+        raise UsageError(f"--cp-head-parallel-size {parts}: head parallelism needs chunks of equal size; give 1")
     problem = Problem(blocks, k.shape[2], blocks.kernel, scores, value_dim=packed.value_dim if packed else None)
     results = cp.run(forward, plan, problem, [(sinks, *part) for part in inputs])
     return [out for out, *_ in results]

@@ -23,9 +23,9 @@ from megatron.context_parallel.runtime.comm.transport import (
 )
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.strategies import Choice, asked, parse_spec
+from megatron.context_parallel.tokens.documents import Documents, placement_of
 from megatron.context_parallel.tokens.handles import HasHandle
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
-from megatron.context_parallel.tokens.mask import Documents, placement_of
 from megatron.context_parallel.tokens.placement import Placement
 
 from .plans import Plans

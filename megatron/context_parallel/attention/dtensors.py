@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import PLACEMENTS
-from megatron.context_parallel.tokens.mask import Documents, placement_of
+from megatron.context_parallel.tokens.documents import Documents, placement_of
 
 from .context import AllRanks, ContextParallel
 

@@ -11,7 +11,7 @@ from torch.autograd.forward_ad import unpack_dual
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_dispatcher import in_transform
 from megatron.context_parallel.strategies import Choice
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ORDERS = {"sbhd": (0, 1, 2, 3), "bshd": (1, 0, 2, 3), "bhsd": (2, 0, 1, 3)}  # the dimensions of s, b, h and d

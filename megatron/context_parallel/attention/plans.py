@@ -13,8 +13,9 @@ from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import Choice
+from megatron.context_parallel.tokens.documents import placement_of
 from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
-from megatron.context_parallel.tokens.mask import Mask, placement_of
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.tokens.slices import Slices
 

@@ -23,8 +23,9 @@ from megatron.context_parallel.runtime import passes
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import Program
 from megatron.context_parallel.runtime.executor import Problem
+from megatron.context_parallel.tokens.documents import Documents, placement_of
 from megatron.context_parallel.tokens.handles import HandleOf, held
-from megatron.context_parallel.tokens.mask import Documents, Mask, placement_of
+from megatron.context_parallel.tokens.mask import Mask
 
 from .context import AllRanks, ContextParallel
 from .inputs import refuse_transforms
@@ -172,7 +173,7 @@ def _attention_backward(
     ranks = len(parts[0])
     keeps = call.plan.keeps_swapped
     inputs = [[*x.chunk(ranks)] if keeps else cp.split(x, placement) for x in seen]
-    if call.plan.heads == 1:
+    if call.plan.head_parallel_size == 1:
         inputs = _by_tensor(map(passes.fold_heads, *inputs))
     dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *inputs)
     results = [cp.join(of_ranks, placement) for of_ranks in grads]

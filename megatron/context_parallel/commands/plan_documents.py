@@ -9,8 +9,9 @@ from rich.table import Table
 
 from megatron.context_parallel import LAYOUTS, UsageError
 from megatron.context_parallel.tokens.chunk_loads import ChunkLoads, chunk_loads
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
 
 PLACED = "placement"

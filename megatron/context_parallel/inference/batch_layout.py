@@ -9,8 +9,9 @@ from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.runtime.blocks import Blocks
+from megatron.context_parallel.tokens.documents import Sequences
 from megatron.context_parallel.tokens.layout import ListedChunks
-from megatron.context_parallel.tokens.mask import Mask, Sequences
+from megatron.context_parallel.tokens.mask import Mask
 
 from .pages import PageTables
 

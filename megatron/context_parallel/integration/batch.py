@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
-from megatron.context_parallel.tokens.mask import Documents, placement_of
+from megatron.context_parallel.tokens.documents import Documents, placement_of
 
 
 def shard_batch(batch: dict[str, Tensor], cp: ContextParallel, documents: Documents | None = None) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import nn
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.megatron_rope import share_cos_and_sin
-from megatron.context_parallel.tokens.mask import Documents, placement_of
+from megatron.context_parallel.tokens.documents import Documents, placement_of
 
 from .megatron_model import check_shifts
 from .model_config import ModelConfig

@@ -29,7 +29,7 @@ from megatron.context_parallel.patches.megatron_experts import parts_of_mlp
 from megatron.context_parallel.patches.megatron_norms import recompute_without_fp8
 from megatron.context_parallel.plan.ir import PLACEMENTS
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
-from megatron.context_parallel.tokens.mask import Documents, placement_of
+from megatron.context_parallel.tokens.documents import Documents, placement_of
 
 from .experts import ExpertProjection, Router
 from .gemma import RowParallelLinearWithNorm, SelfAttentionWithOwnAngles

@@ -31,7 +31,7 @@ from megatron.context_parallel.patches.torchtitan import (
     save_results_of,
 )
 from megatron.context_parallel.strategies import parse_spec
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.placement import Placement
 
 from .batch import shard_batch

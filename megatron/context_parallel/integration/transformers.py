@@ -20,8 +20,9 @@ from megatron.context_parallel.patches.transformers import (
     replace_set_attn_implementation,
     set_attn_implementation,
 )
+from megatron.context_parallel.tokens.documents import Documents, Sequences
 from megatron.context_parallel.tokens.layout import unshard
-from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 
 from .batch import shard_batch as shard_tensors

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import parts
-from megatron.context_parallel.tokens.rank_grid import ProcessMesh
+from megatron.context_parallel.tokens.rank_grid import RankGrid
 
 
 class T(StrEnum):
@@ -247,9 +247,9 @@ class Plan:
 
     Chunk i belongs to rank i. Its tensors start there (`starts`) and its results must end there (`ends`).
 
-    `heads` is the head-parallel size. Above 1 there are so many groups of n ranks. Each group runs the steps for its
-    part of the heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is
-    then a union of `heads` smaller chunks, and each of these ranks owns one of them.
+    With `head_parallel_size` > 1 there are so many groups of n ranks. Each group runs the steps for its part of the
+    heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union
+    of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
 
     With `rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
@@ -272,7 +272,7 @@ class Plan:
     backward: bool
     steps: Sequence[tuple[Step, ...]] = field(repr=False)  # steps[rank]
     channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
-    heads: int = 1
+    head_parallel_size: int = 1
     placement: str = PLACEMENTS[0]
     rounds: int = 1
     partials_in_16_bits: bool = False
@@ -288,24 +288,24 @@ class Plan:
     @property
     def size(self) -> int:
         """The number of all ranks, including those of other heads."""
-        return self.n * self.heads
+        return self.n * self.head_parallel_size
 
     @cached_property
-    def grid(self) -> ProcessMesh:
+    def grid(self) -> RankGrid:
         """All ranks as a grid: their part of the heads (`heads`), and their rank in the steps (`context`)."""
         if self.placement == "head-first":
-            return ProcessMesh(("heads", "context"), (self.heads, self.n))
-        return ProcessMesh(("context", "heads"), (self.n, self.heads))
+            return RankGrid(("heads", "context"), (self.head_parallel_size, self.n))
+        return RankGrid(("context", "heads"), (self.n, self.head_parallel_size))
 
     def chunk_of(self, rank: int) -> int:
         """The chunk (of `size`) that a rank owns. The placement moves data, so that a swap stays in its head group."""
         place = self.grid.coordinates(rank)
-        return parts(self.layout, place["context"], self.n, self.heads)[place["heads"]]
+        return parts(self.layout, place["context"], self.n, self.head_parallel_size)[place["heads"]]
 
     @property
     def head_parts(self) -> int:
         """The parts of the heads. A rank computes `rounds` of them, one after the other."""
-        return self.heads * self.rounds
+        return self.head_parallel_size * self.rounds
 
     @property
     def turns(self) -> int:
@@ -334,7 +334,7 @@ class Plan:
 
         With several rounds it gets its own ones and swaps them again.
         """
-        return self.heads > 1 and self.rounds == 1
+        return self.head_parallel_size > 1 and self.rounds == 1
 
     @cached_property
     def rounds_overlap(self) -> bool:
@@ -349,12 +349,12 @@ class Plan:
     def before(self) -> tuple[SwapHeads, ...]:
         """The swap before the steps of a round."""
         tensors = (T.DO,) if self.backward and self.keeps_swapped else self.starts
-        return (SwapHeads(tensors, self.heads),) if self.heads > 1 else ()
+        return (SwapHeads(tensors, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
 
     @property
     def after(self) -> tuple[SwapHeads, ...]:
         """The swap after the steps of a round."""
-        return (SwapHeads(self.ends, self.heads),) if self.heads > 1 else ()
+        return (SwapHeads(self.ends, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
 
     def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
         """The transfers of `rank` (of all ranks) in a head swap, as shares of chunks of the steps."""

@@ -12,8 +12,9 @@ from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, of_each_sample
 from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.ir import T
+from megatron.context_parallel.tokens.documents import Documents, Sequences
 from megatron.context_parallel.tokens.layout import Chunks, ListedChunks
-from megatron.context_parallel.tokens.mask import Documents, Mask, Sequences
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import Slices
 
 ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys

@@ -70,7 +70,7 @@ class HeadGroup:
     def __init__(self, plan: Plan, rank: int, transport: Transport) -> None:
         self.plan, self.transport = plan, transport
         self.part, self.context_rank, self.members, same_heads, self.chunks = place_of(plan, rank)
-        self.context = Subgroup(transport, same_heads) if plan.heads > 1 else transport
+        self.context = Subgroup(transport, same_heads) if plan.head_parallel_size > 1 else transport
 
     def slice_of(self, heads: int, turn: int) -> slice:
         """The heads, out of `heads`, that this rank computes in round `turn`."""
@@ -139,7 +139,8 @@ class HeadGroup:
         plan = self.plan
         context_ranks = plan.n
         length = len(whole) * context_ranks
-        return [rows_in(plan.layout, c, self.context_rank, context_ranks, plan.heads, length) for c in self.chunks]
+        parts = plan.head_parallel_size
+        return [rows_in(plan.layout, c, self.context_rank, context_ranks, parts, length) for c in self.chunks]
 
     def _by_heads(self, parts: Sequence[Tensor], chunks: Sequence[Tensor]) -> Iterator[Pair]:
         """Each other member's part of the messages, and its heads of this rank's chunk."""

@@ -162,7 +162,7 @@ class Strategy:
             backward,
             Steps(n // size, partial(self._write, n // size, visible_pairs, backward, ratio, options)),
             channels=self.channels,
-            heads=size,
+            head_parallel_size=size,
             placement=placement,
             rounds=head_rounds,
             partials_in_16_bits=partials_in_16_bits,

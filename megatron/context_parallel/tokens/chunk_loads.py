@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .documents import Documents
 from .layout import Chunks
-from .mask import Documents, Mask
+from .mask import Mask
 from .placement import Placement
 from .slices import Slices, numbered
 

@@ -21,7 +21,8 @@ import numpy as np
 from megatron.context_parallel.errors import UsageError
 
 from .chunk_loads import ChunkLoads, chunk_loads, reach
-from .mask import Documents, Mask
+from .documents import Documents
+from .mask import Mask
 from .placement import Placement
 
 _TOLERANCE = 0.01  # of the work of a rank: no document is cut for less

@@ -7,7 +7,7 @@ from megatron.context_parallel.errors import UsageError
 
 
 @dataclass(frozen=True)
-class ProcessMesh:
+class RankGrid:
     """A grid of ranks. The first dimension varies fastest, as in Megatron's `order="tp-cp-ep-dp-pp"`.
 
     Attributes:
@@ -20,7 +20,7 @@ class ProcessMesh:
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.sizes) or min(self.sizes) < 1:
-            raise UsageError(f"process mesh {self.names} of sizes {self.sizes}: need one positive size per dimension")
+            raise UsageError(f"grid of ranks {self.names} of sizes {self.sizes}: need one positive size per dimension")
 
     @property
     def size(self) -> int:

@@ -22,8 +22,8 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.volume import received_bytes
 from megatron.context_parallel.strategies import AUTO, Choice, distinct
 from megatron.context_parallel.strategies.by_layer import written
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import positions
-from megatron.context_parallel.tokens.mask import Documents
 
 from .arguments.auto import planned, with_strategy
 from .config.flags import Arguments

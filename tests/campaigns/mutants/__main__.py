@@ -91,6 +91,11 @@ TESTS = {
         "attention/test_corners.py",
         "plan/test_plan.py",
     ),
+    "tokens/documents.py": (
+        "tokens/test_mask.py",
+        "tokens/test_placement.py",
+        "attention/test_corners.py",
+    ),
     "tokens/slices.py": ROWS,
     "tokens/layout.py": (
         "tokens/test_layout.py",

@@ -123,7 +123,7 @@ def in_rounds(found: Candidate, workload: Workload) -> Iterator[Candidate]:
     plan = found.plans[0]
     if not plan.keeps_swapped:
         return
-    fits = rounds_of_heads(plan.heads, workload.heads, workload.kv_heads)
+    fits = rounds_of_heads(plan.head_parallel_size, workload.heads, workload.kv_heads)
     for rounds in ROUNDS:
         if rounds in fits:
             choice = replace(found.choice, common=found.choice.common | {"head_rounds": rounds})

@@ -10,7 +10,7 @@ from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.progress import tracked
 from megatron.context_parallel.strategies import AUTO, parse_spec
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 
 from .candidates import Candidate, candidates
 from .plainness import SURE, plainest, reason

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megatron.context_parallel.plan.ir import Attend, Plan, Steps
 from megatron.context_parallel.plan.repeats import moved_back
-from megatron.context_parallel.tokens.rank_grid import ProcessMesh
+from megatron.context_parallel.tokens.rank_grid import RankGrid
 from megatron.context_parallel.tokens.shift import Shift
 
 from .block_time import BlockTime
@@ -21,14 +21,14 @@ class Symmetry:
         groups: of heads. Group g + `groups` is to the links what group g is.
     """
 
-    grid: ProcessMesh
+    grid: RankGrid
     shift: Shift
     groups: int
 
     @classmethod
     def none(cls, plan: Plan) -> "Symmetry":
         """Every rank stands for itself."""
-        return cls(plan.grid, Shift(plan.n, plan.n), plan.heads)
+        return cls(plan.grid, Shift(plan.n, plan.n), plan.head_parallel_size)
 
     @property
     def ranks(self) -> int:
@@ -71,7 +71,7 @@ def symmetry_of(plan: Plan, blocks: BlockTime | Callable[[Attend], Hashable], li
         periods = [*_periods(plan.n, apart, links)]
     shifts = [Shift(plan.n, period, plan.width) for period in periods if period < plan.n]
     same = (shift for shift in shifts if plan.visible_pairs.repeats(shift) and _repeats(plan, blocks, shift))
-    groups = next(_periods(plan.heads, plan.grid.rank(heads=1), links))
+    groups = next(_periods(plan.head_parallel_size, plan.grid.rank(heads=1), links))
     return replace(Symmetry.none(plan), shift=next(same, Shift(plan.n, plan.n)), groups=groups)
 
 

@@ -107,9 +107,9 @@ def partial_gradients_bytes(plan: Plan, shape: Shape) -> int:
     if plan.rounds == 1 or plan.head_parts <= shape.kv_heads:
         return 0
     received = chunk_bytes(plan, T.DKV, shape, True)
-    heads = min(shape.kv_heads, plan.heads)  # with partial gradients in a round
-    sums = received * heads // plan.heads if shape.itemsize < shape.partial_itemsize else 0
-    return received + sums + (chunk_bytes(plan, T.KV, shape, True) if heads < plan.heads else 0)
+    heads = min(shape.kv_heads, plan.head_parallel_size)  # with partial gradients in a round
+    sums = received * heads // plan.head_parallel_size if shape.itemsize < shape.partial_itemsize else 0
+    return received + sums + (chunk_bytes(plan, T.KV, shape, True) if heads < plan.head_parallel_size else 0)
 
 
 def gradient_swap_bytes(plan: Plan, shape: Shape) -> float:
@@ -119,10 +119,10 @@ def gradient_swap_bytes(plan: Plan, shape: Shape) -> float:
     messages.
     """
     queries = shape.rows * shape.heads * shape.head_dim
-    keys = 2 * shape.rows * max(shape.kv_heads, plan.heads) * shape.head_dim
-    of_keys = 4 if plan.heads > shape.kv_heads else shape.itemsize  # replicas are summed in float32
+    keys = 2 * shape.rows * max(shape.kv_heads, plan.head_parallel_size) * shape.head_dim
+    of_keys = 4 if plan.head_parallel_size > shape.kv_heads else shape.itemsize  # replicas are summed in float32
     swapped = shape.itemsize * queries + of_keys * keys
-    others = (plan.heads - 1) / plan.heads
+    others = (plan.head_parallel_size - 1) / plan.head_parallel_size
     return shape.itemsize * queries + (2 + 2 * others) * swapped
 
 
@@ -133,8 +133,9 @@ def token_rounds_bytes(plan: Plan, shape: Shape, kernels: BlockMemory) -> float:
     """
     queries = shape.rows * shape.heads * shape.head_dim
     own_keys, keys = (2 * shape.rows * heads * shape.head_dim for heads in (shape.kv_heads, kernels.kv_heads))
-    of_keys = 4 if plan.heads > shape.kv_heads else shape.itemsize  # replicas are summed in float32
-    messages = 2 * (plan.heads - 1) / plan.heads / plan.token_rounds  # of a number: packed and received
+    of_keys = 4 if plan.head_parallel_size > shape.kv_heads else shape.itemsize  # replicas are summed in float32
+    others = (plan.head_parallel_size - 1) / plan.head_parallel_size
+    messages = 2 * others / plan.token_rounds  # of a number: packed and received
     most = 0.0
     for turn in range(plan.token_rounds):
         size = shape.itemsize * queries * (1 + 1 / plan.token_rounds)  # the output gradient as it came, and swapped
@@ -151,6 +152,6 @@ def packed_bytes(plan: Plan, shape: Shape) -> float:
     """With several rounds: bytes of the messages of two swaps in flight, beyond what `peak_bytes` counts of them."""
     if plan.rounds == 1:
         return 0.0
-    others = (plan.heads - 1) / plan.heads
+    others = (plan.head_parallel_size - 1) / plan.head_parallel_size
     swapped = sum(chunk_bytes(plan, t, shape, True) for op in (*plan.before, *plan.after) for t in op.tensors)
     return (2 * others - 1) * swapped

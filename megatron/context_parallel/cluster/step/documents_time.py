@@ -21,8 +21,9 @@ from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.chunk_loads import pairs_between
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from megatron.context_parallel.tokens.slices import Slices
 

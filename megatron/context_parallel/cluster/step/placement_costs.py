@@ -44,7 +44,7 @@ def costs_of_run(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Costs
     """The costs of a placement for the attention of a run, on the context ranks of one head group."""
     plan = parse_spec(run.cp_strategy).plan(run.context_parallel_size)
     shape = attention_shape(model, run)
-    heads, kv_heads = shape.heads // plan.heads, max(1, shape.kv_heads // plan.heads)
-    apart = run.tensor_model_parallel_size * (plan.heads if plan.placement == PLACEMENTS[0] else 1)
+    heads, kv_heads = shape.heads // plan.head_parallel_size, max(1, shape.kv_heads // plan.head_parallel_size)
+    apart = run.tensor_model_parallel_size * (plan.head_parallel_size if plan.placement == PLACEMENTS[0] else 1)
     ranks_per_node = max(1, cluster.devices_per_node // apart)
     return placement_costs(replace(shape, heads=heads, kv_heads=kv_heads), cluster, run.dtype, ranks_per_node)

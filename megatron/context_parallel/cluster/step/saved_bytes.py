@@ -84,7 +84,7 @@ def _core_attention(model: ModelShape, run: TrainConfig, w: Widths) -> int:
 def _kept_keys(model: ModelShape, run: TrainConfig, w: Widths) -> int:
     """Ranks of a head group keep a replica of a key/value head where they are more than the heads."""
     plan = attention_plan(model, run, False)
-    return max(w.kv_heads, plan.heads if plan.keeps_swapped else 0) * model.kv_channels
+    return max(w.kv_heads, plan.head_parallel_size if plan.keeps_swapped else 0) * model.kv_channels
 
 
 def _core_attention_inputs(model: ModelShape, run: TrainConfig, w: Widths) -> dict[str, int]:
@@ -178,7 +178,7 @@ def attention_again(model: ModelShape, run: TrainConfig) -> int:
         size += _norm(model, run, w.hidden)
     if "core_attn" in run.computed_again:
         size += _core_attention(model, run, w) - w.size * w.queries  # the output takes the place of the first one
-        if attention_plan(model, run, False).heads == 1 and (not model.positions or model.qk_layernorm):
+        if attention_plan(model, run, False).head_parallel_size == 1 and (not model.positions or model.qk_layernorm):
             size -= w.size * (w.queries + w.keys)  # saved as they are
     return size * run.tokens
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.tokens.rank_grid import ProcessMesh
+from megatron.context_parallel.tokens.rank_grid import RankGrid
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 IMPLEMENTATIONS = ("cpu", "fused", "transformer_engine")
@@ -119,7 +119,7 @@ class TrainConfig:
             raise UsageError("--recompute-granularity full: needs --recompute-method and --recompute-num-layers")
 
     @cached_property
-    def mesh(self) -> ProcessMesh:
+    def mesh(self) -> RankGrid:
         """All ranks, in Megatron's order tp-cp-dp-pp."""
         sizes = (
             self.tensor_model_parallel_size,
@@ -127,7 +127,7 @@ class TrainConfig:
             self.data_parallel_size,
             self.pipeline_model_parallel_size,
         )
-        return ProcessMesh(ORDER, sizes)
+        return RankGrid(ORDER, sizes)
 
     @property
     def world_size(self) -> int:
@@ -204,7 +204,7 @@ def loss_chunk(columns: int) -> int:
 
 
 @cache
-def _groups(mesh: ProcessMesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def _groups(mesh: RankGrid, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     groups = []
     for rank in range(mesh.size):
         place = mesh.coordinates(rank)

@@ -11,7 +11,8 @@ from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.plan.ir import Send
 from megatron.context_parallel.plan.schedule import schedule
 from megatron.context_parallel.runtime.rank_rows import rows_of_rank
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.documents import Documents
+from megatron.context_parallel.tokens.mask import Mask
 
 from .common import CheckReport, CheckSizes, synchronisations
 

@@ -16,7 +16,8 @@ from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Score
 from megatron.context_parallel.kernels.libraries.base import Library
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece, PieceMask, Runs
 from megatron.context_parallel.kernels.reference import Reference, attention
-from megatron.context_parallel.tokens.mask import Documents, Mask
+from megatron.context_parallel.tokens.documents import Documents
+from megatron.context_parallel.tokens.mask import Mask
 
 from .common import STEP, CheckReport, CheckSizes, RandomBlock, deterministic_mode, kernels, said
 

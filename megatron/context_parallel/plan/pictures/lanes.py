@@ -100,8 +100,8 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     lanes = (BLOCKS, *channels)
     bars = tuple(bar for span in spans for bar in _bars(plan, span, lanes))
     ranks = f"{plan.n} ranks"
-    if plan.heads > 1:
-        ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.heads} of the heads"
+    if plan.head_parallel_size > 1:
+        ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.head_parallel_size} of the heads"
         ranks += f" in {plan.rounds} rounds" if plan.rounds > 1 else ""
         ranks += f" in {plan.token_rounds} rounds of tokens" if plan.token_rounds > 1 else ""
     title = f"{plan.name}, {ranks}, {plan.layout} layout, {'backward' if plan.backward else 'forward'}"

@@ -88,7 +88,7 @@ class _Pass:
         for verb, way, transfers in (("sends", "to", bar.sent), ("receives", "from", bar.received)):
             if transfers:
                 peers = {t.receiver if verb == "sends" else t.sender for t in transfers}
-                part = f"1/{self.plan.heads} of " if swap else ""
+                part = f"1/{self.plan.head_parallel_size} of " if swap else ""
                 what = _list(f"{verb} {part}chunk", {t.chunk for t in transfers})
                 lines.append(f"{what} {_list(f'{way} rank', peers)}: {self._say_amount(self._amount(transfers, swap))}")
         return [*lines, f"channel {lane}", when]

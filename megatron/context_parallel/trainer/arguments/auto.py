@@ -19,7 +19,7 @@ from megatron.context_parallel.cluster.step.memory import ATTENTION, BUFFERS, fu
 from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.strategies import AUTO, parse_spec
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 

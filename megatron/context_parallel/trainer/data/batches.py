@@ -28,7 +28,7 @@ from megatron.context_parallel.cluster.step.placement_costs import costs_of_run
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.torch_data_workers import forget_workers
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
-from megatron.context_parallel.tokens.mask import Documents
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.place_documents import place
 from megatron.context_parallel.tokens.placement import Placement
 from megatron.context_parallel.trainer.config.flags import Arguments
