@@ -4,9 +4,14 @@ import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests run on CPUs, also on a host with GPUs; set before torch is imported
 
+import atexit
 import gc
 
 import pytest
+
+gc.disable()  # until all tests are imported
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # after all else: the interpreter's own end would collect what is imported, for seconds
 
 # Nothing heavy is imported here: the process that only hands out the tests reads this file too.
 RANKS = pytest.StashKey()
@@ -30,8 +35,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.collect()
     gc.freeze()
+    gc.enable()
     if any("ranks" in item.fixturenames for item in session.items) and not session.config.option.collectonly:
         from tests.support.ranks import Ranks
 
@@ -46,4 +51,4 @@ def ranks(request):
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if RANKS in session.config.stash:
         session.config.stash[RANKS].close()
-    gc.unfreeze()  # some libraries complain at the end of what is left
+    gc.unfreeze()  # where the interpreter ends as usual, some libraries complain at the end of what is left
