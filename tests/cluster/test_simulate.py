@@ -14,8 +14,9 @@ from megatron.context_parallel.cluster.description import (
     Cluster,
     load_cluster,
 )
-from megatron.context_parallel.cluster.simulate.block_time import THOUSANDTHS, BlockTime
+from megatron.context_parallel.cluster.simulate.block_time import BlockTime
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.simulate.seen_shares import THOUSANDTHS
 from megatron.context_parallel.cluster.simulate.symmetry import symmetry_of
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.flows import Flows, Task
@@ -106,7 +107,7 @@ def test_seen_shares_are_those_of_the_mask(layout):
     shares = {}
     for name, mask in {"causal": Mask(), "full": Mask(False), "window": Mask(True, (255, 0))}.items():
         time = BlockTime(DEVICE, plan, SHAPE, mask, 4096, "bf16")
-        shares[name] = sum(time.seen(q).sum() for q in range(4)) / THOUSANDTHS
+        shares[name] = sum(time.shares.seen(q).sum() for q in range(4)) / THOUSANDTHS
     assert shares["full"] == pytest.approx(16)
     assert shares["causal"] == pytest.approx(8, rel=0.01)
     assert shares["window"] == pytest.approx(4096 * 256 / 1024**2, rel=0.05)
