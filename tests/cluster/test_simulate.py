@@ -391,6 +391,19 @@ def test_exchanges_of_all_pairs_crowd_nics():
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
 
 
+def test_other_groups_crowd_nics_too():
+    """Two rings of two ranks on one NIC: its rate is divided by two pairs and by 1 + 0.1, as two groups and as one."""
+    nics = replace(BOX.nics, per_node=1, GB_s=1, latency_us=0, crowding=0.1)
+    two = replace(BOX, device=NO_WORK, nodes=2, devices_per_node=2, nics=nics)
+    keys = 2 * 1024 * 8 * 64 * 2 / 1e9
+    plan = parse_spec("ring").plan(2)
+    alone, beside = (simulate(plan, two, SHAPE, Mask(False), devices=(0, 2), others=o) for o in ((), ((1, 3),)))
+    assert (alone.seconds, beside.seconds) == pytest.approx((keys, 2 * 1.1 * keys), rel=1e-3)
+    whole = simulate(parse_spec("usp:head_parallel_size=2").plan(4), two, SHAPE, Mask(False))
+    (ring,) = {round(span.end - span.start, 9) for span in whole.spans if span.channel == "ring"}
+    assert ring == pytest.approx(beside.seconds, rel=1e-3)
+
+
 def test_buffered_sends_do_not_wait_for_the_receiver():
     """The contiguous ring sends gradients home across the messages of the ring, which delays one hop, not all."""
     waits, buffered = (replace(BOX, device=NO_WORK, buffered_sends=b) for b in (False, True))
