@@ -15,7 +15,7 @@ from megatron.context_parallel.cluster.step.documents_time import documents_fore
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.plan_documents import draw_lengths, end_to_end
-from megatron.context_parallel.plan.row_sets import RowSets
+from megatron.context_parallel.plan.row_sets import MetRows, RowSets
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.documents import Documents
@@ -69,7 +69,7 @@ def test_a_merge_takes_the_rows_that_arrive():
         return simulate(plan, slow, Shape(32, 1, 1, 64, 2), mask, blocks=lambda block: 0.0, rows=rows).seconds
 
     whole = 3 * (4 * 32 * 2 * 64) / 1e6  # reads two partials of keys and values, and writes one
-    assert seconds(None) - seconds(RowSets(plan, mask, slices, slices)) == pytest.approx(whole / 2, rel=1e-3)
+    assert seconds(None) - seconds(RowSets(plan, MetRows(mask, slices, slices))) == pytest.approx(whole / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("samples", [1, 2])

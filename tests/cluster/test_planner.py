@@ -568,6 +568,8 @@ def test_a_mask_counts():
         how = model, replace(run, cp_strategy=spec), SLOW
         passes = [attention_seconds(*how, backward).seconds for backward in (False, True)]
         assert found[spec].seconds == pytest.approx(sum(passes), rel=1e-9)
+    to_itself = replace(workload, mask=Mask(True, (0, 0)))  # a block of two chunks has no pairs
+    assert search(to_itself, GroupDevices(SLOW), {"layout": "contiguous"}, most=1).best
     ways = {one.choice.spec: one.plans for one in every(narrow, 8) if isinstance(one, Candidate)}
     some = dict([*ways.items()][::40])
     _, least = fastest(some, GroupDevices(SLOW), narrow, most=0)

@@ -14,8 +14,9 @@ from megatron.context_parallel.cluster.description import (
     Cluster,
     load_cluster,
 )
-from megatron.context_parallel.cluster.simulate.block_time import THOUSANDTHS, BlockTime
+from megatron.context_parallel.cluster.simulate.block_time import BlockTime
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
+from megatron.context_parallel.cluster.simulate.seen_shares import THOUSANDTHS
 from megatron.context_parallel.cluster.simulate.symmetry import symmetry_of
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.flows import Flows, Task
@@ -106,7 +107,7 @@ def test_seen_shares_are_those_of_the_mask(layout):
     shares = {}
     for name, mask in {"causal": Mask(), "full": Mask(False), "window": Mask(True, (255, 0))}.items():
         time = BlockTime(DEVICE, plan, SHAPE, mask, 4096, "bf16")
-        shares[name] = sum(time.seen(q).sum() for q in range(4)) / THOUSANDTHS
+        shares[name] = sum(time.shares.seen(q).sum() for q in range(4)) / THOUSANDTHS
     assert shares["full"] == pytest.approx(16)
     assert shares["causal"] == pytest.approx(8, rel=0.01)
     assert shares["window"] == pytest.approx(4096 * 256 / 1024**2, rel=0.05)
@@ -388,6 +389,19 @@ def test_exchanges_of_all_pairs_crowd_nics():
         every, few = (simulate(plan, crowded, SHAPE, Mask(False), all_up_to=ranks) for ranks in (8, 1))
         assert (few.symmetry.ranks, few.symmetry.groups) == (1, 1)
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+
+
+def test_other_groups_crowd_nics_too():
+    """Two rings of two ranks on one NIC: its rate is divided by two pairs and by 1 + 0.1, as two groups and as one."""
+    nics = replace(BOX.nics, per_node=1, GB_s=1, latency_us=0, crowding=0.1)
+    two = replace(BOX, device=NO_WORK, nodes=2, devices_per_node=2, nics=nics)
+    keys = 2 * 1024 * 8 * 64 * 2 / 1e9
+    plan = parse_spec("ring").plan(2)
+    alone, beside = (simulate(plan, two, SHAPE, Mask(False), devices=(0, 2), others=o) for o in ((), ((1, 3),)))
+    assert (alone.seconds, beside.seconds) == pytest.approx((keys, 2 * 1.1 * keys), rel=1e-3)
+    whole = simulate(parse_spec("usp:head_parallel_size=2").plan(4), two, SHAPE, Mask(False))
+    (ring,) = {round(span.end - span.start, 9) for span in whole.spans if span.channel == "ring"}
+    assert ring == pytest.approx(beside.seconds, rel=1e-3)
 
 
 def test_buffered_sends_do_not_wait_for_the_receiver():

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.context_parallel import ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.cluster.description import AttentionRate, Cluster, GemmRate, IntraNode, Nics
-from megatron.context_parallel.cluster.simulate.block_time import small_blocks
 from megatron.context_parallel.cluster.simulate.collectives import exchange, ring
+from megatron.context_parallel.cluster.simulate.seen_shares import small_blocks
 from megatron.context_parallel.cluster.step import mlp_chunks
 from megatron.context_parallel.cluster.step.attention_pass import (
     attention_buffers,
@@ -461,7 +461,7 @@ def test_gloo_copies_what_it_gathers_until_all_is_there():
     run = replace(RUN, context_parallel_size=4, cp_strategy="allgather", implementation="cpu")
     shape, plan = attention_shape(MODEL, run), attention_plan(MODEL, run, True)
     alone = replace(plan, steps=tuple([tuple([replace(step, comm=()) for step in steps]) for steps in plan.steps]))
-    blocks = small_blocks(plan, attention_mask(MODEL), run.seq_length)
+    blocks = small_blocks(plan.layout, plan.n, attention_mask(MODEL), run.seq_length)
     before, after = (BlockMemory(one, shape, blocks).of_steps(1) for one in (alone, plan))
     chunk = 256 * 2 * 128 * 2
     assert [more - less for more, less in zip(after, before, strict=True)] == [5 * chunk, chunk, chunk]

@@ -18,7 +18,7 @@ from megatron.context_parallel.plan.ir import (
     T,
 )
 from megatron.context_parallel.plan.liveness import last_reads, peak
-from megatron.context_parallel.plan.row_sets import RowSets
+from megatron.context_parallel.plan.row_sets import MetRows, RowSets
 from megatron.context_parallel.plan.schedule import schedule
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes, received, received_bytes, units
@@ -171,5 +171,5 @@ def test_rows_of_a_chunk_that_visits_more_ranks_than_python_nests_calls():
 
     plan = Plan("chain", "contiguous", Pairs((*[1 << q for q in range(n - 1)], 1 | 1 << n - 1)), False, Steps(n, write))
     chunks = Slices.of(Chunks.of("contiguous", n, 4 * n))
-    sets = RowSets(plan, Mask(True, (4 * n - 6, 0)), chunks, chunks)
+    sets = RowSets(plan, MetRows(Mask(True, (4 * n - 6, 0)), chunks, chunks))
     assert [sets.rows(rank, T.KV, 0).tolist() for rank in (0, 1, n - 1)] == [[[0, 4]], [[2, 4]], [[2, 4]]]

@@ -9,7 +9,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import Kernel
 from megatron.context_parallel.options import divisors
 from megatron.context_parallel.plan.ir import Plan
-from megatron.context_parallel.plan.row_sets import RowSets
+from megatron.context_parallel.plan.row_sets import MetRows, RowSets
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import Choice
@@ -117,7 +117,9 @@ class Plans:
         if mask.documents and plan.n > ROWS_UP_TO and placement_of(mask.documents) is None:
             return None
         q, kv = Slices.of(blocks.q), Slices.of(blocks.kv)
-        return self.cached(("row sets", plan, mask, q.counts, kv.counts), lambda: RowSets(plan, mask, q, kv))
+        sizes = mask, q.counts, kv.counts
+        met = self.cached(("met rows", *sizes), lambda: MetRows(mask, q, kv))  # of both passes
+        return self.cached(("row sets", plan, *sizes), lambda: RowSets(plan, met))
 
     def cached(self, key: tuple, make: Callable[[], Cached]) -> Cached:
         """The cached result of `make` for `key`, or a new one. The oldest entry is evicted."""

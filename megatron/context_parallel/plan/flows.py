@@ -131,7 +131,7 @@ class Flows:
         self._slows = any(slowdown)
         self._numbers: dict[Hashable, int] = {}
         self._capacity: list[float] = []
-        self._crowding: list[float] = []
+        self._crowding: list[tuple[float, int]] = []
         self._users: list[dict[_Running, None]] = []  # for each resource, in the order of their start
         self._changed: dict[int, None] = {}  # resources whose users have changed
         self._timed: list[tuple[float, int, Any, Task | None]] = []  # time, order, what ends, or the task that starts
@@ -142,16 +142,17 @@ class Flows:
         self._alone = not self._slows  # a rate depends on nothing but the resources
         self.resource(None, math.inf)  # NO_RESOURCE
 
-    def resource(self, name: Hashable, capacity: float, crowding: float = 0.0) -> int:
+    def resource(self, name: Hashable, capacity: float, crowding: float = 0.0, groups: int = 1) -> int:
         """The number of a resource with `capacity` units per second. It is created at its first use.
 
-        With tasks between k pairs of ranks, its capacity is divided by 1 + `crowding` (k - 1).
+        It is the part of one of `groups` that do the same. With tasks between k pairs of ranks of all groups, it is
+        divided by 1 + `crowding` (k - 1).
         """
         number = self._numbers.get(name)
         if number is None:
             number = self._numbers[name] = len(self._capacity)
             self._capacity.append(capacity)
-            self._crowding.append(crowding)
+            self._crowding.append((crowding, groups))
             self._alone &= not crowding
             self._users.append({})
         return number
@@ -275,10 +276,10 @@ class Flows:
 
     def _rates(self, tasks: list[_Running]) -> list[float]:
         """The fair rate of each task. Where it depends on nothing but the resources, it is computed once."""
-        if len(tasks) == 1:
-            return [min([self._capacity[use] for use in tasks[0].uses])]
         if not self._alone:
             return self._fair(tasks)
+        if len(tasks) == 1:
+            return [min([self._capacity[use] for use in tasks[0].uses])]
         key = tuple([running.uses for running in tasks])
         if key not in self._known:
             if len(self._known) == KNOWN:
@@ -312,8 +313,10 @@ class Flows:
 
     def _crowd(self, resource: int) -> float:
         """The factor by which a resource is slower than for one pair of ranks."""
-        crowding = self._crowding[resource]
-        return 1 + crowding * (len({running.pair for running in self._users[resource]}) - 1) if crowding else 1.0
+        crowding, groups = self._crowding[resource]
+        if not crowding:
+            return 1.0
+        return 1 + crowding * (groups * len({running.pair for running in self._users[resource]}) - 1)
 
     def _slowed(self, tasks: list[_Running], rates: list[float]) -> list[float]:
         """The rates of tasks, reduced if a rank computes while it sends or receives."""

@@ -8,7 +8,6 @@ rank finds the same ones.
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,13 +20,57 @@ from .ir import OF_KEYS, PARTIAL, Key, Message, Plan, Recv, T, Transfer
 _NO_ROWS = np.empty((0, 2), np.int64)
 
 
+class MetRows:
+    """The rows of a chunk that meet another chunk under a mask. They are the same for all plans, so these share them.
+
+    Args:
+        mask: which queries see which keys.
+        q, kv: the chunks of queries and of keys.
+    """
+
+    def __init__(self, mask: Mask, q: Slices, kv: Slices) -> None:
+        self.mask, self.q, self.kv = mask, q, kv
+        self.whole = [[np.array([(0, count)], np.int64) for count in chunks.counts] for chunks in (q, kv)]
+        self._spans: dict[tuple[bool, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._rows: dict[tuple[bool, int, int], RowSet] = {}
+
+    def all(self, tensor: T, chunk: int) -> RowSet:
+        """All rows of a chunk."""
+        return self.whole[tensor in OF_KEYS][chunk]
+
+    def count(self, tensor: T, chunk: int) -> int:
+        """The number of all rows of a chunk."""
+        return (self.kv if tensor in OF_KEYS else self.q).counts[chunk]
+
+    def of(self, of_keys: bool, chunk: int, other: int) -> RowSet:
+        """The rows of a chunk of keys that a query of another chunk sees, or of queries that see a key of it."""
+        key = of_keys, chunk, other
+        if key not in self._rows:
+            spans = self._spans_of(of_keys, other)
+            self._rows[key] = (self.kv if of_keys else self.q).range_of(chunk, *spans)
+        return self._rows[key]
+
+    def _spans_of(self, of_keys: bool, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+        key = of_keys, chunk
+        if key not in self._spans:
+            spans = self.mask.spans(self.q, chunk) if of_keys else self.mask.spans_of_keys(self.kv, chunk)
+            self._spans[key] = spans
+        return self._spans[key]
+
+
 @dataclass
 class _Uses:
-    """What a rank does with a chunk of a tensor: its blocks, its peers, and whether a collective has it."""
+    """What a rank does with chunks.
 
-    others: list[int] = field(default_factory=list)  # the other chunks of its blocks
-    peers: list[int] = field(default_factory=list)  # to which it sends an input, or from which it receives a partial
-    whole: bool = False
+    Attributes:
+        others: for an input of its blocks, the chunks of the other input that it meets there.
+        peers: to which it sends an input, or from which it receives a partial.
+        whole: what a collective has.
+    """
+
+    others: dict[Key, list[int]] = field(default_factory=dict)
+    peers: dict[Key, list[int]] = field(default_factory=dict)
+    whole: set[Key] = field(default_factory=set)
 
 
 class RowSets:
@@ -35,55 +78,57 @@ class RowSets:
 
     Args:
         plan: its steps are read for the ranks that exchange chunks with the rank that is asked for.
-        q, kv: the chunks of queries and of keys.
+        met: the rows that its blocks compute with.
 
     Attributes:
         of_ranks: a place where the runtime keeps what it makes of the sets for its ranks.
     """
 
-    def __init__(self, plan: Plan, mask: Mask, q: Slices, kv: Slices) -> None:
-        self.plan, self.mask, self.q, self.kv = plan, mask, q, kv
+    def __init__(self, plan: Plan, met: MetRows) -> None:
+        self.plan, self.met = plan, met
         self.of_ranks: dict[tuple, Any] = {}
-        self._uses: dict[int, dict[Key, _Uses]] = {}
-        self._sets: dict[tuple[int, T, int], RowSet] = {}
-        self._spans: dict[tuple[bool, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._uses: dict[int, _Uses] = {}
+        self._sets: dict[Key, dict[int, RowSet]] = defaultdict(dict)  # by rank
         self._in_blocks: dict[tuple[int, T, int], RowSet] = {}
 
     def rows(self, rank: int, tensor: T, chunk: int) -> RowSet:
         """The rows of a chunk of a tensor that `rank` has at any time."""
-        key = rank, tensor, chunk
-        if key not in self._sets:
-            self._follow(rank, tensor, chunk)
-        return self._sets[key]
+        of_chunk = self._sets[tensor, chunk]
+        if rank not in of_chunk:
+            self._follow(rank, tensor, chunk, of_chunk)
+        return of_chunk[rank]
 
-    def _follow(self, rank: int, tensor: T, chunk: int) -> None:
+    def _follow(self, rank: int, tensor: T, chunk: int, found: dict[int, RowSet]) -> None:
         """Finds the rows of a rank, after those of the ranks behind it, or before it, on the way of the chunk."""
+        key = tensor, chunk
         path, met = [rank], set[int]()  # not by recursion: a ring is longer than Python lets functions call each other
         while path:
-            at = path[-1]
-            key, uses = (at, tensor, chunk), self._of_rank(at)[tensor, chunk]
-            if key not in self._sets:
-                self._sets[key] = self._all(tensor, chunk)  # also if a chunk goes round and comes back
-                if at != chunk and not uses.whole:
-                    met.add(at)
-                    path += [peer for peer in uses.peers if (peer, tensor, chunk) not in self._sets]
-            if path[-1] == at:
-                path.pop()
-                if at in met:
-                    met.remove(at)
-                    passed = [self._sets[peer, tensor, chunk] for peer in uses.peers]
-                    self._sets[key] = _union([self.in_blocks(at, tensor, chunk), *passed])
+            at = path.pop()
+            if at in found and at not in met:
+                continue
+            uses = self._of_rank(at)
+            peers = uses.peers.get(key, [])
+            if at in met:
+                met.remove(at)
+                found[at] = _union([self.in_blocks(at, tensor, chunk), *[found[peer] for peer in peers]])
+                continue
+            found[at] = self.met.all(tensor, chunk)  # also if a chunk goes round and comes back
+            if at != chunk and key not in uses.whole:
+                met.add(at)
+                path += [at, *[peer for peer in peers if peer not in found]]
 
     def in_blocks(self, rank: int, tensor: T, chunk: int) -> RowSet:
         """The rows of a chunk that the blocks of `rank` compute with; all rows of its own chunk."""
-        of_keys = tensor in OF_KEYS
         if rank == chunk:
-            return self._all(tensor, chunk)
+            return self.met.all(tensor, chunk)
+        of_keys = tensor in OF_KEYS
         read = T.KV if of_keys else self.plan.starts[0]
+        others = self._of_rank(rank).others.get((read, chunk))
+        if not others:
+            return _NO_ROWS
         key = rank, read, chunk
         if key not in self._in_blocks:
-            seen = [self._needed(of_keys, chunk, other) for other in self._of_rank(rank)[read, chunk].others]
-            self._in_blocks[key] = _union(seen)
+            self._in_blocks[key] = _union([self.met.of(of_keys, chunk, other) for other in others])
         return self._in_blocks[key]
 
     def carried(self, tensor: T, chunk: int, sender: int, receiver: int) -> int:
@@ -93,22 +138,21 @@ class RowSets:
     def share(self, transfer: Transfer) -> float:
         """The share of a chunk's rows that a transfer between ranks of the steps carries."""
         tensor, chunk, sender, receiver, _ = transfer
-        return self.carried(tensor, chunk, sender, receiver) / size_of(self._all(tensor, chunk))
+        return self.carried(tensor, chunk, sender, receiver) / self.met.count(tensor, chunk)
 
     def least_share(self, transfer: Transfer) -> float:
         """The share that the blocks at its end need, or of a partial at its beginning: found without other ranks."""
         tensor, chunk, sender, receiver, _ = transfer
         of_blocks = self.in_blocks(sender if tensor in PARTIAL else receiver, tensor, chunk)
-        return size_of(of_blocks) / size_of(self._all(tensor, chunk))
+        return size_of(of_blocks) / self.met.count(tensor, chunk)
 
     def chunks(self, rank: int) -> tuple[Slices, Slices]:
         """The query and key chunks, with only the rows that the blocks of `rank` compute with."""
         query = self.plan.starts[0]
-        uses = self._of_rank(rank)
-        computed = [key for key, use in uses.items() if use.others] + [(query, rank), (T.KV, rank)]
+        computed = [*self._of_rank(rank).others, (query, rank), (T.KV, rank)]
         queries = {chunk: self.in_blocks(rank, query, chunk) for tensor, chunk in computed if tensor is query}
         keys = {chunk: self.in_blocks(rank, T.KV, chunk) for tensor, chunk in computed if tensor is T.KV}
-        return self.q.narrowed(queries), self.kv.narrowed(keys)
+        return self.met.q.narrowed(queries), self.met.kv.narrowed(keys)
 
     def places(self, inner: RowSet, outer: RowSet) -> np.ndarray | None:
         """The indices of the rows of `inner` among those of `outer`, int64; None if they are the same."""
@@ -116,40 +160,21 @@ class RowSets:
             return None
         return np.searchsorted(members(outer), members(inner))
 
-    def _all(self, tensor: T, chunk: int) -> RowSet:
-        return self._everything[tensor in OF_KEYS][chunk]
-
-    @cached_property
-    def _everything(self) -> tuple[list[RowSet], list[RowSet]]:
-        of_queries = [np.array([(0, count)], np.int64) for count in self.q.counts]
-        of_keys = [np.array([(0, count)], np.int64) for count in self.kv.counts]
-        return of_queries, of_keys
-
-    def _needed(self, of_keys: bool, chunk: int, other: int) -> RowSet:
-        """The rows of a chunk that see, or are seen by, a row of the other chunk."""
-        key = of_keys, other
-        if key not in self._spans:
-            spans = self.mask.spans(self.q, other) if of_keys else self.mask.spans_of_keys(self.kv, other)
-            self._spans[key] = spans
-        return (self.kv if of_keys else self.q).range_of(chunk, *self._spans[key])
-
-    def _of_rank(self, rank: int) -> dict[Key, _Uses]:
+    def _of_rank(self, rank: int) -> _Uses:
         if rank not in self._uses:
-            uses: dict[Key, _Uses] = defaultdict(_Uses)
+            self._uses[rank] = uses = _Uses()
             query = self.plan.starts[0]
             for step in self.plan.steps[rank]:
                 for op in step.comm:
                     if isinstance(op, Message):
                         if isinstance(op, Recv) == (op.tensor in PARTIAL):
-                            uses[op.tensor, op.chunk].peers.append(op.peer)
+                            uses.peers.setdefault((op.tensor, op.chunk), []).append(op.peer)
                     else:
-                        for chunk in op.chunks:
-                            uses[op.tensor, chunk].whole = True
+                        uses.whole.update([(op.tensor, chunk) for chunk in op.chunks])
                 for block in step.attend:
                     for q, kv in block.pairs(self.plan.visible_pairs):
-                        uses[query, q].others.append(kv)
-                        uses[T.KV, kv].others.append(q)
-            self._uses[rank] = uses
+                        uses.others.setdefault((query, q), []).append(kv)
+                        uses.others.setdefault((T.KV, kv), []).append(q)
         return self._uses[rank]
 
 

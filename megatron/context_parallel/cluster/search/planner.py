@@ -316,4 +316,4 @@ def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_si
     for rank in range(n):
         for link, rate in links.path(rank, (rank + head_parallel_size) % n).links:
             seconds[link] += size / rate
-    return max(seconds.values()) / block
+    return max(seconds.values()) / block if block else math.inf  # a narrow window leaves no pairs

@@ -2,27 +2,21 @@
 
 import math
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy
-import torch
 
 from megatron.context_parallel.cluster.description import BACKWARD, AttentionRate, Device
-from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.masks import CAUSAL
 from megatron.context_parallel.plan.ir import Attend, Plan
 from megatron.context_parallel.plan.volume import Shape
-from megatron.context_parallel.runtime.blocks import Blocks
-from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.shift import Shift
 
-SAMPLES = 32  # queries of a progression that stand for the others
-THOUSANDTHS = 1000  # of the pairs of rows of two chunks
+from .seen_shares import THOUSANDTHS, seen_shares
+
 MANY_RANKS = 64  # more are simulated by few that stand for all, if some can
-SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
 
 
 class PieceShare(NamedTuple):
@@ -70,8 +64,7 @@ class BlockTime:
         self.call = CallTime(device, dtype, shape.head_dim)
         self.mask = mask
         self.length = length
-        self.chunks = Chunks.of(plan.layout, plan.n, length)
-        self.keys = numpy.array([p for chunk in self.chunks.progressions for p in chunk]).T
+        self.shares = seen_shares(plan.layout, plan.n, mask, length)
         self.rows = length / plan.n
         self.many = plan.size > MANY_RANKS
         heads = shape.heads / plan.head_parts * (shape.rows * plan.size / length)  # times batch
@@ -79,16 +72,14 @@ class BlockTime:
         self.query_numbers = heads * self.rows * shape.head_dim
         self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.head_parts) / shape.heads
         self.itemsize = shape.itemsize
-        self.seen, self.seconds, self.pieces = cache(self._seen), cache(self._seconds), cache(self._pieces)
-        self.order, self._computed = cache(self._order), cache(self._call)
-        self._small = small_blocks(plan, mask, length)
+        self.seconds, self.pieces, self._computed = cache(self._seconds), cache(self._pieces), cache(self._call)
         self._parts: dict[tuple, tuple[PieceShare, ...]] = {}
         self._look = cache(lambda parts: tuple([part.look for part in parts]))
 
     def __call__(self, attend: Attend) -> float:
         """Seconds of a block."""
         if len(attend.q_chunks) == len(attend.kv_chunks) == 1:
-            return self._seconds_of_kind[self._kinds.of_pair.item(attend.q_chunks[0], attend.kv_chunks[0])]
+            return self._seconds_of_kind[self.shares.kinds.of_pair.item(attend.q_chunks[0], attend.kv_chunks[0])]
         return self.seconds(attend.q_chunks, tuple(sorted(attend.kv_chunks)))
 
     def of_range(self, number: int, rounds: int) -> float:
@@ -124,32 +115,16 @@ class BlockTime:
         return all(numpy.array_equal(looks[further[q], further], looks[q]) for q in range(shift.n))
 
     @cached_property
-    def _kinds(self) -> "_Kinds":
-        n = self.chunks.n
-        of_pair = numpy.empty((n, n), numpy.int32)
-        numbers: dict[int, int] = {}
-        examples = list[tuple[int, int]]()
-        for q in range(n):
-            shares = self._seen(q).transpose(1, 0, 2).reshape(n, -1)
-            keys = shares.astype(numpy.int64) @ ((THOUSANDTHS + 1) ** numpy.arange(shares.shape[1]))
-            own, first, which = numpy.unique(keys, return_index=True, return_inverse=True)
-            for key, kv in zip(own.tolist(), first.tolist(), strict=True):
-                if numbers.setdefault(key, len(examples)) == len(examples):
-                    examples.append((q, kv))
-            of_pair[q] = numpy.array([numbers[key] for key in own.tolist()])[which]
-        return _Kinds(of_pair, examples)
-
-    @cached_property
     def _seconds_of_kind(self) -> list[float]:
-        return [self._seconds((q,), (kv,)) for q, kv in self._kinds.examples]
+        return [self._seconds((q,), (kv,)) for q, kv in self.shares.kinds.examples]
 
     @cached_property
     def _looks(self) -> numpy.ndarray:
         """The look of the block of each two chunks, as a number, [query chunk, key chunk]."""
         numbers: dict[Hashable, int] = {}
-        looks = [self._pieces((q,), (kv,)) for q, kv in self._kinds.examples]
+        looks = [self._pieces((q,), (kv,)) for q, kv in self.shares.kinds.examples]
         of_kind = [numbers.setdefault(look, len(numbers)) for look in looks]
-        return numpy.array(of_kind, numpy.int32)[self._kinds.of_pair]
+        return numpy.array(of_kind, numpy.int32)[self.shares.kinds.of_pair]
 
     def _call(self, part: PieceShare) -> float:
         """Seconds of a call of the kernel."""
@@ -163,21 +138,13 @@ class BlockTime:
 
     def parts(self, q: int, kv_chunks: tuple[int, ...]) -> tuple[PieceShare, ...]:
         """The pieces of a query chunk against gathered key chunks, in ascending order."""
-        seen = self.seen(q)
-        looks = seen.reshape(len(seen), -1)[:, self.order(kv_chunks)]
+        seen = self.shares.seen(q)
+        looks = seen.reshape(len(seen), -1)[:, self.shares.order(kv_chunks)]
         key = looks.shape, looks.tobytes()
         if key not in self._parts:
             share = looks.sum(dtype=numpy.int64).item() / THOUSANDTHS
             self._parts[key] = self._cut(q, kv_chunks, share) if share else ()
         return self._parts[key]
-
-    def _order(self, kv_chunks: tuple[int, ...]) -> numpy.ndarray:
-        """The progressions of gathered chunks, counted over all chunks, in the order of their starts."""
-        starts = self.keys[0].reshape(self.chunks.n, -1)
-        each = starts.shape[1]
-        own = (numpy.array(kv_chunks)[:, None] * each + numpy.arange(each)).ravel()
-        order: numpy.ndarray = own[numpy.argsort(starts.ravel()[own])]
-        return order
 
     def _cut(self, q: int, kv_chunks: tuple[int, ...], share: float) -> tuple[PieceShare, ...]:
         """The pieces of a small sequence; full ones count as one. Together they have the share of pairs that is seen.
@@ -185,10 +152,11 @@ class BlockTime:
         So ranks whose blocks differ only in where they are cut take the same time. Of many ranks, a causal square among
         gathered keys has the queries of one progression: two that are neighbours count as if keys lay between them.
         """
-        rows = self._small.q.rows(q)
+        small = self.shares.small
+        rows = small.q.rows(q)
         full = 0.0
         squares = list[float]()
-        for piece in self._small.pieces(q, kv_chunks):
+        for piece in small.pieces(q, kv_chunks):
             sizes = (piece.q, rows), (piece.kv, rows * len(kv_chunks))
             queries, keys = (len(range(*part.indices(size))) / rows for part, size in sizes)
             if piece.mask == CAUSAL:
@@ -197,7 +165,7 @@ class BlockTime:
                 full += queries * keys
         side = min(1.0, math.sqrt(full))
         if len(kv_chunks) > 1:  # gathered keys are many, for the queries of a progression
-            side = 1 / len(self.chunks.progressions[q])
+            side = 1 / len(self.shares.chunks.progressions[q])
         if len(kv_chunks) > 1 and self.many:
             full += sum([square * (square - side) / 2 for square in squares if square > side])
             squares = [piece for square in squares for piece in max(1, round(square / side)) * [min(square, side)]]
@@ -205,55 +173,6 @@ class BlockTime:
         parts += [PieceShare(True, square, square, square**2 / 2) for square in squares]
         total = sum(part.pairs for part in parts)
         return tuple([part._replace(pairs=part.pairs * share / total) for part in parts])
-
-    def _seen(self, q: int) -> numpy.ndarray:
-        """Thousandths of the pairs of rows that query chunk q sees.
-
-        Returns:
-            int16, [its progressions, chunks, progressions of a chunk].
-        """
-        shares = []
-        for rows in self.chunks.progressions[q]:
-            count = min(SAMPLES, rows.length)
-            # Every other one is rounded down, so that their mean is that of all.
-            places = torch.tensor([int((i + 0.5) * rows.length / count - i % 2 / 2) for i in range(count)])
-            first, end = (bound[0].numpy() for bound in self.mask.seen(rows.start + places * rows.stride))
-            seen = self._before(numpy.maximum(first, end)) - self._before(first)
-            shares.append((rows.length / count / self.rows**2 * seen).reshape(self.chunks.n, -1))
-        return (numpy.stack(shares) * THOUSANDTHS).round().astype(numpy.int16)
-
-    def _before(self, bounds: numpy.ndarray) -> numpy.ndarray:
-        """The keys of each progression before a bound, the sum over all bounds, [progressions of all chunks]."""
-        start, stride, length = self.keys
-        if not bounds.any():
-            return numpy.zeros_like(start)
-        if (stride > 1).any():
-            return (-((start - bounds[:, None]) // stride)).clip(0, length).sum(0)
-        bounds = numpy.sort(bounds)
-        sums = numpy.concatenate([[0], bounds.cumsum()])
-        beyond = numpy.searchsorted(bounds, start)  # the first bound with keys before it
-        after = numpy.searchsorted(bounds, start + length)  # the first with all of them
-        return sums[after] - sums[beyond] - (after - beyond) * start + (len(bounds) - after) * length
-
-
-class _Kinds(NamedTuple):
-    """The blocks of two chunks by kind: those of a kind see equal shares of their pairs of rows.
-
-    Attributes:
-        of_pair: the number of its kind, [query chunk, key chunk].
-        examples: the first block of each kind.
-    """
-
-    of_pair: numpy.ndarray
-    examples: list[tuple[int, int]]
-
-
-def small_blocks(plan: Plan, mask: Mask, length: int) -> Blocks:
-    """The blocks of a short but otherwise equal sequence."""
-    small = length if mask.documents else min(length, 2 * plan.n * SMALL)
-    before, after = (-1 if side < 0 else -(-side * small // length) for side in mask.window)
-    chunks = Chunks.of(plan.layout, plan.n, small)
-    return Blocks(replace(mask, window=(before, after)), chunks, chunks, AtenFlash())
 
 
 def rate_at(device: Device, dtype: str, head_dim: int, causal: bool, rows: float, backward: bool) -> float:

@@ -14,6 +14,7 @@ class Path(NamedTuple):
 
     Attributes:
         links: (name, bytes a second) of each.
+        groups: how many groups share each of these links.
         seconds: before the first byte arrives.
         processor: seconds a byte that it takes of a processor at each end.
         crowding: of its links, as in `Nics`.
@@ -21,6 +22,7 @@ class Path(NamedTuple):
     """
 
     links: tuple[tuple[tuple, float], ...]
+    groups: tuple[int, ...]
     seconds: float
     processor: float
     crowding: float
@@ -73,12 +75,17 @@ class Links:
         nodes = (self.nodes[sender], self.nodes[receiver])
         if nodes[0] == nodes[1]:
             assert cluster.inside  # a node of more than one device has it
-            links = (self._at_device("out", sender), self._at_device("in", receiver))
-            return Path(links[:1] if cluster.inside.shared else links, *self._costs_inside)
+            links = self._at_device("out", sender), self._at_device("in", receiver)
+            if cluster.inside.shared:
+                return Path(links[:1], (1,), *self._costs_inside)
+            return Path(links, (1, 1), *self._costs_inside)  # links of a node are not crowded
         (out, uplink), (into, downlink) = self._at_node("out", sender), self._at_node("in", receiver)
         leaf = cluster.nodes_per_switch
         crosses = leaf and nodes[0] // leaf != nodes[1] // leaf
-        return Path((out, into, uplink, downlink) if crosses else (out, into), *self._costs_outside)
+        (at_nic, at_leaf), (to_nic, to_leaf) = self._sharers(sender), self._sharers(receiver)
+        if not crosses:
+            return Path((out, into), (at_nic, to_nic), *self._costs_outside)
+        return Path((out, into, uplink, downlink), (at_nic, to_nic, at_leaf, to_leaf), *self._costs_outside)
 
     @cached_property
     def _costs_inside(self) -> tuple[float, float, float, float]:
@@ -111,10 +118,17 @@ class Links:
         nic = node, self._nic(place)
         leaf = self.cluster.nodes_per_switch or 1
         uplink = leaf * nics.per_node * nics.GB_s * self._pace / self.cluster.oversubscription
+        on_nic, on_leaf = self._sharers(rank)
         return (
-            ((f"nic {way}", *nic), nics.GB_s * self._pace / self.sharing[("nic", *nic)]),
-            ((f"switch {way}", node // leaf), uplink / self.sharing["leaf", node // leaf]),
+            ((f"nic {way}", *nic), nics.GB_s * self._pace / on_nic),
+            ((f"switch {way}", node // leaf), uplink / on_leaf),
         )
+
+    def _sharers(self, rank: int) -> tuple[int, int]:
+        """The groups that share the NIC of a rank, and the link of its switch to the others."""
+        node, place = self.places[rank]
+        leaf = node // (self.cluster.nodes_per_switch or 1)
+        return self.sharing["nic", node, self._nic(place)], self.sharing["leaf", leaf]
 
     @cached_property
     def _pace(self) -> float:

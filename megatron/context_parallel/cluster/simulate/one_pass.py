@@ -240,7 +240,9 @@ class _Costs:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path, pair = self.links.path(sender, receiver), self.symmetry.pair(sender, receiver)
         alone = group is None and self.plan.turns == 1  # swaps of rounds share the links with the messages of the steps
-        uses = [self.flows.resource((link, alone), rate, path.crowding) for link, rate in path.links]
+        uses = []
+        for (link, rate), groups in zip(path.links, path.groups, strict=True):
+            uses.append(self.flows.resource((link, alone), rate, path.crowding, groups))
         if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
             uses.append(self.flows.resource(("stream", pair), path.stream))
         return path, tuple(uses), (self.links.representatives[sender], self.links.representatives[receiver]), pair

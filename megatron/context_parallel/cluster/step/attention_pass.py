@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cluster.description import Cluster
-from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS, small_blocks
+from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS
 from megatron.context_parallel.cluster.simulate.one_pass import PassForecast, simulate
+from megatron.context_parallel.cluster.simulate.seen_shares import small_blocks
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
-from megatron.context_parallel.plan.row_sets import RowSets
+from megatron.context_parallel.plan.row_sets import MetRows, RowSets
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.strategies import parse_spec
@@ -31,6 +32,7 @@ from .train_config import ITEMSIZE, TrainConfig
 
 KEPT = 4096  # results that are kept: of a search over other options they are the same
 KEPT_PLANS = 128
+KEPT_LAYOUTS = 32  # a search tries each layout with several numbers of chunks
 
 
 def attention_shape(model: ModelShape, run: TrainConfig) -> Shape:
@@ -71,10 +73,13 @@ def attention_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
 
     Those of a ring of 1,000 ranks take half a minute to find.
     """
-    if mask.plain:
-        return None
-    chunks = Slices.of(Chunks.of(plan.layout, plan.n, length))
-    return RowSets(plan, mask, chunks, chunks)
+    return None if mask.plain else RowSets(plan, _met_rows(mask, plan.layout, plan.n, length))
+
+
+@lru_cache(KEPT_LAYOUTS)
+def _met_rows(mask: Mask, layout: str, n: int, length: int) -> MetRows:
+    chunks = Slices.of(Chunks.of(layout, n, length))
+    return MetRows(mask, chunks, chunks)
 
 
 def simulated_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
@@ -158,7 +163,9 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
     for backward in (False, True):
         plan = attention_plan(model, run, backward)
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
-        cut = small_blocks(plan, attention_mask(model), run.seq_length) if run.implementation == "cpu" else None
+        cut = None
+        if run.implementation == "cpu":
+            cut = small_blocks(plan.layout, plan.n, attention_mask(model), run.seq_length)
         most = max(most, pass_buffers(plan, shape, ranks, cut))
     return round(most)
 

@@ -16,7 +16,7 @@ from megatron.context_parallel.cluster.description import BACKWARD, Cluster
 from megatron.context_parallel.cluster.simulate.block_time import rate_at
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.plan.ir import Attend, Plan
-from megatron.context_parallel.plan.row_sets import RowSets
+from megatron.context_parallel.plan.row_sets import MetRows, RowSets
 from megatron.context_parallel.plan.volume import Shape, received_bytes
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.chunk_loads import pairs_between
@@ -93,7 +93,7 @@ def documents_forecast(
         split = _placed(documents, mask, steps_on, costs_of_run(model, run, cluster))
     else:
         split = _static(documents, mask, steps_on, choice.layout, run.seq_length)
-    mask, chunks, visible_pairs, pairs = split
+    mask, met, visible_pairs, pairs = split
     group, *others = run.groups("context")
     received = np.zeros(n, np.int64)
     passes = []
@@ -102,7 +102,7 @@ def documents_forecast(
             n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads
         )
         plan = replace(plan, token_rounds=1)  # as `Plans` does for documents
-        rows = RowSets(plan, mask, chunks, chunks) if placed or steps_on <= ROWS_UP_TO else None
+        rows = RowSets(plan, met) if placed or steps_on <= ROWS_UP_TO else None
         received += [received_bytes(plan, rank, shape, rows) for rank in range(n)]
         blocks = _block_seconds(cluster, plan, shape, run.dtype, pairs)
         devices = cluster.part(run.world_size)
@@ -117,13 +117,13 @@ class _Split(NamedTuple):
 
     Attributes:
         mask: with the documents.
-        chunks: of each rank.
+        met: the rows of its chunks that meet.
         visible_pairs: those that a plan is made for.
         pairs: visible pairs of a row of each query chunk and of each key chunk: int64 [n, n].
     """
 
     mask: Mask
-    chunks: Slices
+    met: MetRows
     visible_pairs: Pairs
     pairs: np.ndarray
 
@@ -132,7 +132,8 @@ class _Split(NamedTuple):
 def _placed(documents: Documents, mask: Mask, n: int, costs: Costs) -> _Split:
     placement = place(documents, n, costs, mask.causal, [mask.window])
     mask = replace(mask, documents=documents.placed(placement))
-    return _Split(mask, placement, mask.pairs(placement, placement), pairs_between(mask, placement))
+    met = MetRows(mask, placement, placement)
+    return _Split(mask, met, mask.pairs(placement, placement), pairs_between(mask, placement))
 
 
 @lru_cache(KEPT)
@@ -140,7 +141,8 @@ def _static(documents: Documents, mask: Mask, n: int, layout: str, length: int) 
     pair = Chunks.pair(layout, n, length)
     without, mask = mask, replace(mask, documents=documents)
     visible_pairs = (mask if n <= ALL_RANKS_UP_TO else without).pairs(*pair)  # as plans are made
-    return _Split(mask, Slices.of(pair[0]), visible_pairs, pairs_between(mask, pair[0]))
+    chunks = Slices.of(pair[0])
+    return _Split(mask, MetRows(mask, chunks, chunks), visible_pairs, pairs_between(mask, pair[0]))
 
 
 def _block_seconds(
