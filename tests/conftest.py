@@ -11,7 +11,7 @@ import pytest
 
 gc.disable()  # until all tests are imported
 if "PYTEST_XDIST_WORKER" in os.environ:
-    atexit.register(os._exit, 0)  # after all else: the interpreter's own end would collect what is imported, for seconds
+    atexit.register(os._exit, 0)  # the last of all: the interpreter would collect what is imported, for seconds
 
 # Nothing heavy is imported here: the process that only hands out the tests reads this file too.
 RANKS = pytest.StashKey()

@@ -111,6 +111,8 @@ def test_seen_shares_are_those_of_the_mask(layout):
     assert shares["full"] == pytest.approx(16)
     assert shares["causal"] == pytest.approx(8, rel=0.01)
     assert shares["window"] == pytest.approx(4096 * 256 / 1024**2, rel=0.05)
+    narrow = BlockTime(DEVICE, plan, SHAPE, Mask(True, (1, 0)), 65536, "bf16")
+    assert all(narrow(Attend((q,), (q,))) > 0 for q in range(4))
 
 
 def test_rates_are_between_those_measured():

@@ -105,9 +105,7 @@ class Nics:
     latency_us: float
     stream_GB_s: float | None = None  # as inside
     processor_ns_per_byte: float = 0.0  # as inside
-    crowding: float = (
-        0.0  # a NIC that carries for k pairs of ranks in a direction has 1 / (1 + crowding (k - 1)) of its rate
-    )
+    crowding: float = 0.0  # with k pairs of ranks in a direction, it has 1 / (1 + crowding (k - 1)) of its rate
     spread: float = 0.0  # ranks wait for the slowest NIC: of k nodes it has 1 / (1 + spread log2(k)) of the rate
 
 

@@ -67,7 +67,7 @@ class SeenShares:
         return order
 
     def _seen(self, q: int) -> numpy.ndarray:
-        """Thousandths of the pairs of rows that query chunk q sees.
+        """Thousandths of the pairs of rows that query chunk q sees, at least one where it sees any.
 
         Returns:
             int16, [its progressions, chunks, progressions of a chunk].
@@ -80,7 +80,8 @@ class SeenShares:
             first, end = (bound[0].numpy() for bound in self.mask.seen(rows.start + places * rows.stride))
             seen = self._before(numpy.maximum(first, end)) - self._before(first)
             shares.append((rows.length / count / self.rows**2 * seen).reshape(self.chunks.n, -1))
-        return (numpy.stack(shares) * THOUSANDTHS).round().astype(numpy.int16)
+        all_shares = numpy.stack(shares)
+        return numpy.maximum((all_shares * THOUSANDTHS).round(), all_shares > 0).astype(numpy.int16)
 
     def _before(self, bounds: numpy.ndarray) -> numpy.ndarray:
         """The keys of each progression before a bound, the sum over all bounds, [progressions of all chunks]."""
