@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import ContextParallel, UsageError
-from tests.support.diffusers_case import check, diffusers, flux, wan
+from tests.support.diffusers_case import check, diffusers, flux, helios, wan
 
 PAGE = Path(__file__).parents[2] / "docs" / "diffusers.md"
 
@@ -33,6 +33,8 @@ def mistakes() -> list[str]:
         del type(block.attn1.processor)._attention_backend
     counting = wan()[0]
     counting.blocks[0].attn1.is_amplify_history = True  # as in Helios
+    gathered = helios()
+    use_context_parallel(gathered, cp)
     attend = model.blocks[0].attn1.processor._attention_backend
     attend = diffusers.models.attention_dispatch._AttentionBackendRegistry._backends[attend]
     x = torch.zeros(1, 4, 2, 8)
@@ -42,6 +44,8 @@ def mistakes() -> list[str]:
         lambda: use_context_parallel(odd, cp),
         lambda: use_context_parallel(counting, cp),
         lambda: model(**data, kv_cache_mode="cached"),
+        lambda: model(**data, controlnet_block_samples=[x]),
+        lambda: gathered(**data),
         lambda: attend(x, x, x, attn_mask=x),
         lambda: attend(x, x, x, is_causal=True),
         lambda: changed(**data),
@@ -62,6 +66,8 @@ def test_wrong_uses_are_told(ranks):
                 "WanTransformer3DModel: WanAttnProcessor does not support attention backends",
                 "WanTransformer3DModel: is_amplify_history finds the history in whole sequences only; give False",
                 "kv_cache_mode cached: a rank has a part of the reference only; give None",
+                "controlnet_block_samples: the plan of WanTransformer3DModel does not shard them; leave them out",
+                "HeliosTransformer3DModel: its plan gathers tokens within layers, where gradients differ; use torch.no",
                 "attn_mask: a rank has only a part of it",
                 "dropout_p 0.0, is_causal True: not supported; give",
                 "WanTransformer3DModel: attention backend AttentionBackendName.NATIVE was set later",

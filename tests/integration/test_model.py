@@ -165,11 +165,14 @@ def wrong_calls() -> list[str]:
     tokens, places = cut["tokens"], cut["position_ids"]
     said = []
     ahead = GPTModel(config(mtp_num_layers=1), spec, VOCABULARY, LENGTH)
+    sees = config(mrope_section=[1, 1, 2])
+    sees = GPTModel(sees, spec, VOCABULARY, LENGTH, position_embedding_type="mrope")
     for attempt in (
         lambda: attention(q, q, q, None),
         lambda: attention(q[:1], q, q, None),
         lambda: ContextParallelAttention(settings, **how),
         lambda: use_layout(ahead, cp),
+        lambda: use_layout(sees, cp),
         lambda: use_layout(model, cp) or model(tokens, places, None, labels=whole["labels"]),
         lambda: model(tokens, whole["position_ids"], None),
         lambda: model(tokens, None, None),
@@ -193,6 +196,7 @@ def test_wrong_calls_are_told(ranks):
                 "1 queries, 4 keys: megatron-core's caches are not supported; use Session",
                 "--context-parallel-size 4: the group of cp has 2 ranks; give ContextParallel(strategy, group=",
                 "mtp_num_layers 1: multi-token prediction shifts tokens in megatron-core's own layout; give None",
+                "position_embedding_type mrope: megatron-core cuts its angles in zigzag; take that, without use_lay",
                 "labels [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
                 "position_ids [2, 24] for tokens [2, 12]: shard all of them with shard_batch(batch, cp)",
                 "position_ids: missing; give those of shard_batch(batch, cp)",

@@ -214,21 +214,21 @@ def test_a_model_that_computes_with_its_mask_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("adapter", "why"),
+    ("adapter", "options", "why"),
     [
-        ("LilyConfig", "peft's LILY: computes across the tokens"),
-        ("ShadowConfig", "peft's SHADOW: computes across the tokens"),
-        ("LoraConfig", "alora_invocation_tokens: looked for among the tokens of a rank only"),
-        ("LoraConfig", None),
+        ("LilyConfig", {}, "peft's LILY: computes across the tokens"),
+        ("ShadowConfig", {}, "peft's SHADOW: computes across the tokens"),
+        ("LoraConfig", {"alora_invocation_tokens": [7]}, "alora_invocation_tokens: looked for among the tokens of a"),
+        ("LoraConfig", {"layer_replication": [[0, 2], [0, 2]]}, "layer_replication: copied layers keep the attention"),
+        ("LoraConfig", {}, None),
     ],
 )
-def test_an_adapter_that_mixes_tokens_is_refused(adapter, why):
+def test_an_adapter_that_mixes_tokens_is_refused(adapter, options, why):
     peft = pytest.importorskip("peft", reason="needs the package peft")
     from megatron.context_parallel.integration.transformers_model import check_adapters
 
-    named = {"task_type": "CAUSAL_LM"} | ({"alora_invocation_tokens": [7]} if why and "alora" in why else {})
     model = model_of("llama")
-    peft.get_peft_model(model, getattr(peft, adapter)(**named))
+    peft.get_peft_model(model, getattr(peft, adapter)(task_type="CAUSAL_LM", **options))
     if why is None:
         check_adapters(model)
         return
@@ -309,6 +309,7 @@ def mistakes() -> list[str]:
         "unknown": lambda: shard_batch(cp, {**data, "token_type_ids": padding}),
         "weights": lambda: model(input_ids=tokens, position_ids=places, output_attentions=True),
         "whole labels": lambda: model(**{**cut, "labels": shifted, "shift_labels": shifted}),
+        "images": lambda: model(**named, pixel_values=[padding[:, :5]]),
         "count": lambda: model(**named, labels=cut["labels"], shift_labels=cut["labels"]),
         "not named": lambda: model(tokens, None, places, None, None, tokens),
         "router": lambda: model(**named, output_router_logits=True),
@@ -340,6 +341,7 @@ def test_wrong_uses_are_told(ranks):
                 "unknown: batch: token_type_ids is not supported; give only attention_mask, input_ids",
                 "weights: output_attentions: attention weights are never stored; leave it out",
                 "whole labels: labels [2, 48] for input_ids [2, 24]: not sharded; give model(",
+                "images: pixel_values [2, 5] for input_ids [2, 24]: not sharded; images and audio are not supported, g",
                 "count: num_items_in_batch: missing; ranks differ in the number of labels; give model(",
                 "not named: 6 positional inputs: give each by name; give model(",
                 "router: output_router_logits: the load balancing loss would cover only a rank's tokens; give ",

@@ -45,6 +45,12 @@ def wan() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, data | {"timestep": torch.tensor([3])}
 
 
+def helios() -> torch.nn.Module:
+    """A small Helios, whose plan has 40 layers and gathers tokens within each."""
+    sizes = {"num_attention_heads": 1, "attention_head_dim": 6, "rope_dim": (2, 2, 2), "num_layers": 40}
+    return diffusers.HeliosTransformer3DModel(in_channels=1, out_channels=1, text_dim=2, freq_dim=2, ffn_dim=2, **sizes)
+
+
 def results(make, spec: str | None) -> list[torch.Tensor]:
     """Output and gradients, those of weights summed over the ranks."""
     model, data = make()

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.attention_processor import Attention, MochiAttention
@@ -16,6 +17,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.patches.diffusers import (
     backend_of,
     cut_by_plan,
+    gathers_in_layers,
     has_plan,
     is_parallel,
     new_backend,
@@ -38,7 +40,8 @@ def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
     Raises:
         UsageError: the model has no plan, is already parallel, or has an attention that supports no other backend or
             counts tokens (Helios that amplifies its history). A call of the model raises it for a mask, causal
-            attention, dropout or a cache of keys, and if another backend was set later.
+            attention, dropout, a cache of keys or the samples of a ControlNet, if another backend was set later, and
+            with gradients if the plan gathers tokens within layers (Helios).
     """
     name = type(model).__name__
     if not has_plan(model):
@@ -63,12 +66,25 @@ def use_context_parallel(model: ModelMixin, cp: ContextParallel) -> None:
 def _check_call(
     backend: AttentionBackendName, modules: list[Any], model: ModelMixin, args: tuple, kwargs: dict[str, Any]
 ) -> None:
+    name = type(model).__name__
     if kwargs.get("kv_cache_mode") is not None:
         raise UsageError(f"kv_cache_mode {kwargs['kv_cache_mode']}: a rank has a part of the reference only; give None")
+    if is_parallel(model):
+        _check_plan(model, kwargs)
     for module in modules:
         if (now := backend_of(module.processor)) is not backend:
-            name = type(model).__name__
             raise UsageError(f"{name}: attention backend {now} was set later; call set_attention_backend() first")
+
+
+def _check_plan(model: ModelMixin, kwargs: dict[str, Any]) -> None:
+    """Raises UsageError for a call for which the plan of the model is wrong or incomplete."""
+    name = type(model).__name__
+    for samples in ("controlnet_block_samples", "controlnet_single_block_samples"):
+        if kwargs.get(samples) is not None:
+            raise UsageError(f"{samples}: the plan of {name} does not shard them; leave them out")
+    if torch.is_grad_enabled() and gathers_in_layers(model):
+        # A rank has the whole gradients of weights that compute with gathered tokens, and a part of the others'.
+        raise UsageError(f"{name}: its plan gathers tokens within layers, where gradients differ; use torch.no_grad()")
 
 
 def _new_backend(cp: ContextParallel) -> AttentionBackendName:

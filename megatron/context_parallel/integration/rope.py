@@ -82,9 +82,13 @@ def use_layout(model: GPTModel, cp: ContextParallel) -> None:
     not sharded like the tokens, and for a cache of megatron-core.
 
     Raises:
-        UsageError: megatron-core's YaRN, which has positions of its own, or multi-token prediction.
+        UsageError: megatron-core's YaRN or multimodal RoPE, with their own positions, or multi-token prediction.
     """
     check_shifts(model, cp.n)
+    if model.position_embedding_type == "mrope" and cp.n > 1:
+        raise UsageError(
+            "position_embedding_type mrope: megatron-core cuts its angles in zigzag; take that, without use_layout"
+        )
     if model.position_embedding_type == "yarn":
         raise UsageError("position_embedding_type yarn: give rope, and call use_yarn(model, ...) before use_layout")
     model.context_parallel = cp

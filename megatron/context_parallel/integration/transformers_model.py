@@ -52,7 +52,7 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
 
 
 def check_adapters(model: PreTrainedModel) -> None:
-    """Rejects adapters of peft that compute across the tokens of a sequence.
+    """Rejects adapters of peft that compute across the tokens of a sequence, or bring layers with another attention.
 
     Raises:
         UsageError: the message names the method.
@@ -60,6 +60,8 @@ def check_adapters(model: PreTrainedModel) -> None:
     for adapter in (getattr(model, "peft_config", None) or {}).values():
         if getattr(adapter, "alora_invocation_tokens", None):
             raise UsageError("alora_invocation_tokens: looked for among the tokens of a rank only; leave them out")
+        if getattr(adapter, "layer_replication", None):
+            raise UsageError("layer_replication: copied layers keep the attention of the model; leave it out")
         if adapter.peft_type in _MIXING_ADAPTERS:
             kind = str(adapter.peft_type.value)
             raise UsageError(f"peft's {kind}: computes across the tokens of a rank only; use another, such as LoRA")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from diffusers.hooks.context_parallel import apply_context_parallel
-from diffusers.models._modeling_parallel import ContextParallelConfig
+from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelOutput
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.modeling_utils import ModelMixin
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,11 @@ CHECKED = {"diffusers": "0.42"}
 def has_plan(model: ModelMixin) -> bool:
     """Whether the model declares which inputs are sharded and which outputs are gathered."""
     return model._cp_plan is not None
+
+
+def gathers_in_layers(model: ModelMixin) -> bool:
+    """Whether the plan gathers tokens within the layers of the model, not only at its end."""
+    return any("." in name for name, what in model._cp_plan.items() if isinstance(what, ContextParallelOutput))
 
 
 def is_parallel(model: ModelMixin) -> bool:
