@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import convert_hf
 from megatron.context_parallel.convert.to_huggingface import to_folder
+from megatron.context_parallel.generation.flags import Source
+from megatron.context_parallel.generation.generator import text_tokenizer
+from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.inference.tokenizer import HuggingFaceTokenizer
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
 from tests.support import training_case
@@ -85,6 +88,8 @@ def test_the_tokenizer_and_all_end_tokens_come_back(ranks, tmp_path):
     assert first.ends == last.ends == {2, 200}
     said = [{"role": "user", "content": "a é"}]
     assert last.encode("a é") == first.encode("a é") and last.chat(said) == first.chat(said)
+    between = text_tokenizer(model_arguments(Source(load=str(tmp_path / "run"))))
+    assert between.encode("a é") == first.encode("a é") and between.encode("a")[0] == 1  # which begins each text
     assert GenerationConfig.from_pretrained(tmp_path / "back").temperature == 0.6
 
 

@@ -62,6 +62,7 @@ def test_plot_loss_draws_and_tells(tmp_path, capsys):
         training_line(20, 3.25, 100),
         {"iteration": 20, "valid_loss": 3.5},
         training_line(30, 2.125, 300),
+        {"iteration": 10, "valid_loss": 5.75},  # by --skip-train --ckpt-step 10
     )
     plot_loss.main([str(tmp_path)])
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

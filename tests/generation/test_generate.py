@@ -651,6 +651,8 @@ def test_what_the_command_prints(capsys, tmp_path):
         command.requests_of(
             command.read_flags([*given[:4], "--max-new-tokens", "198"]), loop.engine, [letters(1, 1, 1)]
         )
+    (tmp_path / "prompts.txt").write_bytes("a\u2028b\fc\r\n\n d".encode())
+    assert command.read_prompts(flags) == ["a\u2028b\fc", " d"]
 
 
 def test_a_conversation_goes_on_in_the_cache(capsys, monkeypatch):

@@ -251,6 +251,9 @@ def test_training_can_be_skipped(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().out
     assert f"validation at iteration 2 | lm loss {there}" in said and "test at iteration 2 | lm loss" in said
     assert "iteration        " not in said
+    for nothing in ("--eval-iters 0: --skip-train leaves", "--split 9,0,0: --skip-train leaves nothing to do; give"):
+        with pytest.raises(UsageError, match=nothing):
+            parse_args([*loaded, "--skip-train", *nothing.partition(":")[0].split()])
     with pytest.raises(UsageError, match=r"--num-layers 3: the checkpoint in --load .* was saved with 2"):
         parse_args([*loaded, "--num-layers", "3", "--train-iters", "9", "--lr", "1"])
     with pytest.raises(UsageError, match="nowhere: contains neither checkpoints of a run"):

@@ -69,7 +69,7 @@ def read_prompts(flags: Generate) -> list[str]:
     if not flags.prompts_file:
         return flags.prompt or []
     try:
-        lines = Path(flags.prompts_file).read_text().splitlines()
+        lines = Path(flags.prompts_file).read_text().split("\n")  # prompts may have form feeds and U+2028
     except (OSError, ValueError) as error:
         raise UsageError(f"--prompts-file {flags.prompts_file}: cannot be read ({error}); give a text file") from None
     if not (prompts := [line for line in lines if line]):

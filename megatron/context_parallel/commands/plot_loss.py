@@ -24,7 +24,7 @@ PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR", ["runs/quickstart"])
 
 
 def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
-    """The training lines and the validation lines of `metrics.jsonl`, in their order.
+    """The training lines and the validation lines of `metrics.jsonl`, by iteration.
 
     Raises UsageError if the file is missing, damaged or has no training line.
     """
@@ -35,6 +35,7 @@ def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
     except json.JSONDecodeError as error:
         raise UsageError(f"RUN_DIR {run}: metrics.jsonl is damaged ({error}); remove the damaged line") from None
+    lines.sort(key=lambda line: line["iteration"])  # --skip-train appends those of an earlier checkpoint
     training = [line for line in lines if "lm_loss" in line]
     if not training:
         raise UsageError(f"RUN_DIR {run}: has no loss yet; train for at least one --log-interval")

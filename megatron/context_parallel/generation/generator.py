@@ -16,6 +16,7 @@ from megatron.context_parallel.inference.tokenizer import (
     Tokenizer,
 )
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
+from megatron.context_parallel.trainer.checkpoint.saved_flags import is_converted
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of
 from megatron.context_parallel.trainer.data.tokenizer import BYTES
@@ -84,7 +85,7 @@ def text_tokenizer(args: Arguments) -> Tokenizer:
         return ByteTokenizer(end=BYTES)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         assert args.tokenizer_model is not None
-        return HuggingFaceTokenizer(args.tokenizer_model, special=False)  # like in training
+        return HuggingFaceTokenizer(args.tokenizer_model, special=is_converted(args))  # training adds none
     if args.tokenizer_type == "NullTokenizer":
         raise UsageError(f"--load {args.load}: trained with --tokenizer-type NullTokenizer, which has no text")
     assert args.tokenizer_model is not None

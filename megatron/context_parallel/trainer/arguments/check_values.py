@@ -12,7 +12,7 @@ from megatron.context_parallel.cli.layer_list import chosen_layers
 from megatron.context_parallel.errors import UsageError, caught
 from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
 from megatron.context_parallel.tokens.layout import granularity
-from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments, Flags
+from megatron.context_parallel.trainer.config.flags import FLAGS, SPLIT, Arguments, Flags
 from megatron.context_parallel.trainer.config.samples import decay_samples, warmup_samples
 
 from .check_experts import check_experts
@@ -58,6 +58,8 @@ def check_together(args: Arguments) -> Iterator[UsageError]:
     yield from _check_devices(args)
     yield from _check_data(args)
     yield from _check_rerun(args)
+    if args.skip_train:
+        yield from _check_evaluation(args)
     if args.profile:
         yield from _check_profile(args)
 
@@ -246,6 +248,16 @@ def _check_rerun(args: Arguments) -> Iterator[UsageError]:
     if args.rerun_mode != "disabled" and not (args.check_for_nan_in_loss_and_grad or args.check_for_spiky_loss):
         why = "there is nothing to validate with --no-check-for-nan-in-loss-and-grad"
         yield refusal(args, "rerun_mode", why, check_for_spiky_loss=True)
+
+
+def _check_evaluation(args: Arguments) -> Iterator[UsageError]:
+    why = "--skip-train leaves nothing to do"
+    if not args.eval_iters:
+        yield refusal(args, "eval_iters", why, eval_iters=FLAGS["eval_iters"].default)
+    if args.train_data_path and not (args.valid_data_path or args.test_data_path):
+        yield refusal(args, "train_data_path", f"{why} without --valid-data-path or --test-data-path; give one of them")
+    if args.split and not any(map(float, args.split.split(",")[1:])):
+        yield refusal(args, "split", why, split=SPLIT)
 
 
 def _check_profile(args: Arguments) -> Iterator[UsageError]:

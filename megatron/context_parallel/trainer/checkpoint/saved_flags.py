@@ -18,15 +18,24 @@ def saved_flags(asked: Flags, *others: str) -> dict[str, Any]:
     Raises:
         UsageError: there is no checkpoint, or it is damaged.
     """
+    saved = _saved(asked)
+    taken = [name for name, flag in FLAGS.items() if flag.decides in _DECIDES and name not in _OF_TRAINING]
+    found = {name: saved[name] for name in [*taken, *_SAVED, *others] if name in saved}
+    if not found.get("group_query_attention"):
+        found.pop("num_query_groups", None)  # it follows from the heads
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def is_converted(asked: Flags) -> bool:
+    """Whether the checkpoint of `--load` was converted from another format, and not trained since."""
+    return "converted_from" in _saved(asked)
+
+
+def _saved(asked: Flags) -> dict[str, Any]:
     checkpoint = choose_checkpoint(
         asked, *loadable_checkpoints(asked), quick_fault, lambda line: None
     )  # the load tells
     if checkpoint is None:
         why = "contains neither checkpoints of a run nor a HuggingFace model with a config.json"
         raise UsageError(f"--load {asked.load}: {why}; give one, such as --load runs/quickstart")
-    saved = read_saved_args(checkpoint)
-    taken = [name for name, flag in FLAGS.items() if flag.decides in _DECIDES and name not in _OF_TRAINING]
-    found = {name: saved[name] for name in [*taken, *_SAVED, *others] if name in saved}
-    if not found.get("group_query_attention"):
-        found.pop("num_query_groups", None)  # it follows from the heads
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+    return read_saved_args(checkpoint)
