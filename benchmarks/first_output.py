@@ -75,12 +75,15 @@ def cpu_of_help(program: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commands", nargs="*", default=[*COMMANDS], metavar="COMMAND", help=", ".join(COMMANDS))
-    names = parser.parse_args().commands
+    given = parser.parse_args().commands
+    if unknown := [name for name in given if name not in COMMANDS]:
+        parser.error(f"COMMAND {unknown[0]!r}: not one of {', '.join(COMMANDS)}")
+    names = [name for name in COMMANDS if name in given]  # pretrain first: others need its run
     table = Table("command", "first line, s", "end, s", "status", "CPU of --help, s")
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         launch = [sys.executable, "tools/torchrun.py", "--standalone", "--nproc-per-node"]
-        if names != [*COMMANDS]:
+        if "pretrain" not in names:
             announce("training a tiny model")
             subprocess.run([*launch, "2", "pretrain_gpt.py", *TRAIN.split(), "--save", str(run)], cwd=ROOT, check=True)
         for name in tracked(names, "commands"):

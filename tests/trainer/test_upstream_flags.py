@@ -234,6 +234,8 @@ def test_training_can_be_skipped(tmp_path, monkeypatch, capsys):
     trained = [*words, "--train-iters", "2", "--eval-interval", "2", "--lr", "1e-3", "--save", str(tmp_path)]
     training.pretrain(parse_args(trained))
     there = re.search(r"validation at iteration 2 \| lm loss (\S+)", capsys.readouterr().out)[1]
+    with pytest.raises(UsageError, match="has checkpoints of another run, the last of iteration 2; give --load"):
+        parse_args(trained)
     training.pretrain(parse_args([*trained, "--load", str(tmp_path)]))
     said = capsys.readouterr().out
     assert "nothing to do: all iterations of --train-iters 2 are done" in said and "test at" not in said

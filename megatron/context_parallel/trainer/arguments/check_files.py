@@ -1,5 +1,6 @@
 """Checks the files that the arguments name: data, checkpoints and the directory to save in. Nothing is written."""
 
+import os
 import tempfile
 from itertools import chain, islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron.context_parallel.trainer.checkpoint.resume import check_resume
 from megatron.context_parallel.trainer.checkpoint.store import (
     TRACKER,
     choose_checkpoint,
+    iterations,
     loadable_checkpoints,
     quick_fault,
     read_saved_args,
@@ -47,6 +49,8 @@ def check_files(args: Arguments, vocabulary: int) -> None:
         _check_communicators(args, Path(args.nccl_communicator_config_path))
     if args.save:
         _check_writable(args, Path(args.save).absolute())
+        if not args.skip_train:
+            _check_unused(args, args.save)
     if args.load:
         _check_checkpoint(args, args.load)
 
@@ -140,6 +144,19 @@ def _check_writable(args: Arguments, directory: Path) -> None:
             pass
     except OSError as error:
         refuse(args, "save", f"{existing} is not writable ({error.strerror})", save="runs/first")
+
+
+def _check_unused(args: Arguments, directory: str) -> None:
+    """Reject a run that begins anew where another has saved: it would replace checkpoints and cut metrics.jsonl."""
+    if args.load and os.path.realpath(args.load) == os.path.realpath(directory):
+        return
+    try:
+        there = iterations(directory)
+    except UsageError as error:
+        raise UsageError(f"--save {error}") from None
+    if there:
+        why = f"has checkpoints of another run, the last of iteration {there[-1]}"
+        refuse(args, "save", f"{why}; give --load {directory} to resume it, or another --save")
 
 
 def _check_checkpoint(args: Arguments, directory: str) -> None:
