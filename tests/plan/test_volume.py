@@ -16,6 +16,7 @@ from megatron.context_parallel.plan.ir import (
     Step,
     Steps,
     T,
+    Transfer,
 )
 from megatron.context_parallel.plan.liveness import last_reads, peak
 from megatron.context_parallel.plan.row_sets import MetRows, RowSets
@@ -173,3 +174,6 @@ def test_rows_of_a_chunk_that_visits_more_ranks_than_python_nests_calls():
     chunks = Slices.of(Chunks.of("contiguous", n, 4 * n))
     sets = RowSets(plan, MetRows(Mask(True, (4 * n - 6, 0)), chunks, chunks))
     assert [sets.rows(rank, T.KV, 0).tolist() for rank in (0, 1, n - 1)] == [[[0, 4]], [[2, 4]], [[2, 4]]]
+    passed, used, returned = Transfer(T.KV, 0, 0, 1), Transfer(T.KV, 0, n - 2, n - 1), Transfer(T.DKV, 0, n - 1, 0)
+    assert [sets.share(t) for t in (passed, used)] == [0.5, 0.5]
+    assert [sets.least_share(t) for t in (passed, used, returned)] == [0.0, 0.5, 0.5]  # of the ends alone

@@ -405,13 +405,12 @@ def test_rounds_of_tokens_divide_them():
     assert str(refusal.value) == "--cp-token-rounds 4: does not divide the 6 tokens of a rank; give 1, 2, 3, 6"
 
 
-def test_gradients_of_replicas_are_summed_in_float32():
-    """In bfloat16 eight replicas of one head lose no more than a ring does, which rounds once."""
-    want = exact(8, 8, 1, torch.bfloat16, True)
-    ulysses, ring = (
-        errors(attend(AllRanks(8, name, "contiguous"), True, *problem(8, 8, 1, torch.bfloat16)), want)
-        for name in ("ulysses", "ring")
-    )
+@pytest.mark.parametrize("n,rounds", [(8, 1), (2, 4)])
+def test_gradients_of_one_head_are_summed_in_float32(n, rounds):
+    """In bfloat16 eight replicas, or four rounds of replicas, lose no more than a ring does, which rounds once."""
+    want, tensors = exact(8, 8, 1, torch.bfloat16, True), problem(8, 8, 1, torch.bfloat16)
+    ranks = AllRanks(n, "ulysses", "contiguous", head_rounds=rounds), AllRanks(n, "ring", "contiguous")
+    ulysses, ring = (errors(attend(of, True, *tensors), want) for of in ranks)
     assert all(ours < 1.05 * theirs + 1e-6 for ours, theirs in zip(ulysses, ring, strict=True)), (ulysses, ring)
 
 

@@ -1,6 +1,7 @@
 """Sliding windows and packed documents: exact in every strategy and layout, and no chunk is sent that no query sees."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks, positions, unshard
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
+from megatron.context_parallel.tokens.slices import Slices
 from tests.support.dense import dense_attention, visible
 from tests.support.exact import WHAT, gradients
 
@@ -276,6 +278,25 @@ def test_runs_are_those_of_the_positions(layout):
                 got = torch.stack(blocks.runs(q, gathered))
                 assert blocks.keys(gathered) == len(keys) and got.dtype == torch.int32
                 assert torch.equal(got.long(), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_spans_are_those_of_the_positions(layout):
+    """And the rows of a chunk that they meet, which may be none."""
+    chunks = Slices.of(Chunks.pair(layout, 3, LENGTH)[0])
+    at = torch.arange(LENGTH)
+    single = Mask(documents=documents([1] * 189 + [2]))
+    wide = [mask for mask in MASKS.values() if mask.window != (0, 0)]  # a window less than a stride: more keys
+    for mask in (single, *wide):
+        pairs = seen(mask, at, at).any(0)
+        for chunk, other in product(range(3), repeat=2):
+            own, others = chunks.positions(chunk), chunks.positions(other)
+            keys, queries = pairs[own].any(0), pairs[:, own].any(1)
+            for met, spans in ((keys, mask.spans(chunks, chunk)), (queries, mask.spans_of_keys(chunks, chunk))):
+                low, high = (torch.from_numpy(bound)[:, None] for bound in spans)
+                assert torch.equal(((low <= at) & (at < high)).any(0), met)
+                some = chunks.narrowed({other: chunks.range_of(other, *spans)})
+                assert torch.equal(some.positions(other), others[met[others]])
 
 
 def test_documents_of_each_batch_share_what_they_do_not_decide():

@@ -85,17 +85,8 @@ TESTS = {
         "attention/test_corners.py",
         "plan/test_plan.py",
     ),
-    "tokens/mask.py": (
-        "tokens/test_mask.py",
-        "strategies/test_strategies.py",
-        "attention/test_corners.py",
-        "plan/test_plan.py",
-    ),
-    "tokens/documents.py": (
-        "tokens/test_mask.py",
-        "tokens/test_placement.py",
-        "attention/test_corners.py",
-    ),
+    "tokens/mask.py": (*ROWS, "strategies/test_strategies.py", "plan/test_plan.py"),
+    "tokens/documents.py": (*ROWS, "tokens/test_rows.py"),
     "tokens/slices.py": ROWS,
     "tokens/layout.py": (
         "tokens/test_layout.py",
