@@ -245,4 +245,6 @@ def _plain(layer: Any) -> bool:
     attention, mlp = layer.self_attention, layer.mlp
     columns = type(attention.linear_qkv) is type(mlp.linear_fc1) is ColumnParallelLinear
     rows = type(attention.linear_proj) is type(mlp.linear_fc2) is RowParallelLinear
-    return columns and rows and type(attention.q_layernorm) is (Norm if layer.config.qk_layernorm else IdentityOp)
+    # Without norms of queries, megatron-core before 0.19 has an IdentityOp there, and since then None.
+    norms = (Norm,) if layer.config.qk_layernorm else (IdentityOp, type(None))
+    return columns and rows and type(attention.q_layernorm) in norms
