@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -141,13 +140,28 @@ def finish_gradients(model: list[DataParallel], *given: Any, **named: Any) -> No
 
 def descriptions(module: torch.nn.Module) -> dict[str, tuple[ShardedBase, str]]:
     """The checkpoint entries of a model, with the names of its weights, or "". Call it before FSDP wraps the model."""
-    weights = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, tuple[ShardedBase, str]] = {}
-    for name, entry in module.sharded_state_dict().items():  # type: ignore[operator]
-        weight = weights.get(id(entry.data), "")
-        # Not a part of a graph: that would keep the whole weight.
-        found[name] = (replace(entry, data=entry.data.detach().to("meta")) if weight else entry, weight)
-    return found
+    with _weights_on_meta(module):
+        names = {id(weight): name for name, weight in module.named_parameters()}
+        entries = module.sharded_state_dict()  # type: ignore[operator]
+        return {name: (entry, names.get(id(entry.data), "")) for name, entry in entries.items()}
+
+
+@contextmanager
+def _weights_on_meta(module: torch.nn.Module) -> Iterator[None]:
+    """Weights without memory, for what keeps them: entries of megatron-core 0.19 also have them in their functions."""
+    places = [(part, *named) for part in module.modules() for named in part.named_parameters(recurse=False)]
+    weights = {id(weight): weight for *_, weight in places}
+    without = {}
+    for key, weight in weights.items():
+        without[key] = torch.nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
+        vars(without[key]).update(vars(weight))  # how megatron-core shards it
+    for part, name, weight in places:
+        setattr(part, name, without[id(weight)])
+    try:
+        yield
+    finally:
+        for part, name, weight in places:
+            setattr(part, name, weight)
 
 
 @contextmanager
