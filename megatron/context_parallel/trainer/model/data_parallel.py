@@ -156,12 +156,12 @@ def _weights_on_meta(module: torch.nn.Module) -> Iterator[None]:
         without[key] = torch.nn.Parameter(weight.detach().to("meta"), requires_grad=weight.requires_grad)
         vars(without[key]).update(vars(weight))  # how megatron-core shards it
     for part, name, weight in places:
-        setattr(part, name, without[id(weight)])
+        part.register_parameter(name, without[id(weight)])
     try:
         yield
     finally:
         for part, name, weight in places:
-            setattr(part, name, weight)
+            part.register_parameter(name, weight)
 
 
 @contextmanager
