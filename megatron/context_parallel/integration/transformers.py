@@ -168,8 +168,7 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
     if kwargs.get("position_ids") is None and _registered[model].n > 1:
         # Default ids of transformers count a rank's own tokens. In chunks they may look like documents.
         raise UsageError(f"position_ids: missing, and transformers' default would be wrong; {_USE_HELPER}")
-    if _registered[model].n > 1:
-        _check_tensors(args[0] if args else kwargs.get("input_ids"), kwargs)
+    _check_shapes(args[0] if args else kwargs.get("input_ids"), kwargs, _registered[model].n)
     for name in ("past_key_values", "cache"):  # renamed in transformers 5.24
         if kwargs.get(name) is not None:
             raise UsageError(f"{name}: caches are not supported under context parallelism; {_USE_HELPER}")
@@ -186,20 +185,23 @@ def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) ->
         raise UsageError("output_attentions: attention weights are never stored; leave it out")
 
 
-def _check_tensors(tokens: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _check_shapes(tokens: Tensor | None, kwargs: dict[str, Any], ranks: int) -> None:
     """Raises UsageError for inputs that do not belong to a rank's tokens int64 [b, s], such as images and audio."""
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     if tokens is None:
         return
     shape = tokens.shape[:2]
-    for name, given in kwargs.items():
-        if name in ("input_ids", "position_ids", "attention_mask"):  # checked elsewhere
+    for name in ("labels", "shift_labels"):
+        labels = kwargs.get(name)
+        if labels is not None and labels.shape != shape:
+            raise UsageError(f"{name} {list(labels.shape)} for input_ids {list(shape)}: not sharded; {_USE_HELPER}")
+    for name, given in kwargs.items() if ranks > 1 else ():
+        if name in ("position_ids", "attention_mask"):  # checked elsewhere
             continue
         for x in given if isinstance(given, list | tuple) else [given]:
-            if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[:2] == shape:
-                continue
-            why = _USE_HELPER if "labels" in name else "images and audio are not supported, give text only"
-            raise UsageError(f"{name} {list(x.shape)} for input_ids {list(shape)}: not sharded; {why}")
+            if isinstance(x, Tensor) and x.dim() > 1 and x.shape[:2] != shape:
+                why = "images and audio are not supported, give text only"
+                raise UsageError(f"{name} {list(x.shape)} for input_ids {list(shape)}: not sharded; {why}")
 
 
 class _OwnMask(UsageError, AttributeError):

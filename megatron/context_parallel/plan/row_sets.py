@@ -30,7 +30,7 @@ class MetRows:
 
     def __init__(self, mask: Mask, q: Slices, kv: Slices) -> None:
         self.mask, self.q, self.kv = mask, q, kv
-        self.whole = [[np.array([(0, count)], np.int64) for count in chunks.counts] for chunks in (q, kv)]
+        self.whole = _all_rows(q), _all_rows(kv)
         self._spans: dict[tuple[bool, int], tuple[np.ndarray, np.ndarray]] = {}
         self._rows: dict[tuple[bool, int, int], RowSet] = {}
 
@@ -56,6 +56,10 @@ class MetRows:
             spans = self.mask.spans(self.q, chunk) if of_keys else self.mask.spans_of_keys(self.kv, chunk)
             self._spans[key] = spans
         return self._spans[key]
+
+
+def _all_rows(chunks: Slices) -> list[RowSet]:
+    return [np.array([(0, count)], np.int64) for count in chunks.counts]
 
 
 @dataclass
@@ -101,20 +105,20 @@ class RowSets:
     def _follow(self, rank: int, tensor: T, chunk: int, found: dict[int, RowSet]) -> None:
         """Finds the rows of a rank, after those of the ranks behind it, or before it, on the way of the chunk."""
         key = tensor, chunk
-        path, met = [rank], set[int]()  # not by recursion: a ring is longer than Python lets functions call each other
+        path, waiting = [rank], set[int]()  # not by recursion: a ring has more ranks than Python nests calls
         while path:
             at = path.pop()
-            if at in found and at not in met:
+            if at in found and at not in waiting:
                 continue
             uses = self._of_rank(at)
             peers = uses.peers.get(key, [])
-            if at in met:
-                met.remove(at)
+            if at in waiting:
+                waiting.remove(at)
                 found[at] = _union([self.in_blocks(at, tensor, chunk), *[found[peer] for peer in peers]])
                 continue
             found[at] = self.met.all(tensor, chunk)  # also if a chunk goes round and comes back
             if at != chunk and key not in uses.whole:
-                met.add(at)
+                waiting.add(at)
                 path += [at, *[peer for peer in peers if peer not in found]]
 
     def in_blocks(self, rank: int, tensor: T, chunk: int) -> RowSet:

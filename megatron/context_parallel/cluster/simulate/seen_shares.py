@@ -15,7 +15,7 @@ from megatron.context_parallel.tokens.mask import Mask
 SAMPLES = 32  # queries of a progression that stand for the others
 THOUSANDTHS = 1000  # of the pairs of rows of two chunks
 SMALL = 64  # rows of a progression in the small sequence that shows how blocks are cut
-KEPT = 32  # ways in which tokens lie on ranks: a search tries each layout with several numbers of chunks
+KEPT_LAYOUTS = 32  # ways in which tokens lie on ranks: a search tries each layout with several numbers of chunks
 
 
 class Kinds(NamedTuple):
@@ -97,7 +97,7 @@ class SeenShares:
         return sums[after] - sums[beyond] - (after - beyond) * start + (len(bounds) - after) * length
 
 
-@lru_cache(KEPT)
+@lru_cache(KEPT_LAYOUTS)
 def seen_shares(layout: str, n: int, mask: Mask, length: int) -> SeenShares:
     """Those of n chunks. Results are kept."""
     return SeenShares(layout, n, mask, length)

@@ -9,7 +9,7 @@ from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS
 from megatron.context_parallel.cluster.simulate.one_pass import PassForecast, simulate
-from megatron.context_parallel.cluster.simulate.seen_shares import small_blocks
+from megatron.context_parallel.cluster.simulate.seen_shares import KEPT_LAYOUTS, small_blocks
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.row_sets import MetRows, RowSets
@@ -32,7 +32,6 @@ from .train_config import ITEMSIZE, TrainConfig
 
 KEPT = 4096  # results that are kept: of a search over other options they are the same
 KEPT_PLANS = 128
-KEPT_LAYOUTS = 32  # a search tries each layout with several numbers of chunks
 
 
 def attention_shape(model: ModelShape, run: TrainConfig) -> Shape:

@@ -1,6 +1,5 @@
 """Checks the files that the arguments name: data, checkpoints and the directory to save in. Nothing is written."""
 
-import os
 import tempfile
 from itertools import chain, islice
 from pathlib import Path
@@ -16,6 +15,7 @@ from megatron.context_parallel.trainer.checkpoint.store import (
     loadable_checkpoints,
     quick_fault,
     read_saved_args,
+    saves_where_it_loads,
 )
 from megatron.context_parallel.trainer.config.flags import FLAGS, Arguments
 from megatron.context_parallel.trainer.data.chats import read_chats
@@ -49,7 +49,7 @@ def check_files(args: Arguments, vocabulary: int) -> None:
         _check_communicators(args, Path(args.nccl_communicator_config_path))
     if args.save:
         _check_writable(args, Path(args.save).absolute())
-        if not args.skip_train:
+        if not args.skip_train and not saves_where_it_loads(args):
             _check_unused(args, args.save)
     if args.load:
         _check_checkpoint(args, args.load)
@@ -148,8 +148,6 @@ def _check_writable(args: Arguments, directory: Path) -> None:
 
 def _check_unused(args: Arguments, directory: str) -> None:
     """Reject a run that begins anew where another has saved: it would replace checkpoints and cut metrics.jsonl."""
-    if args.load and os.path.realpath(args.load) == os.path.realpath(directory):
-        return
     try:
         there = iterations(directory)
     except UsageError as error:

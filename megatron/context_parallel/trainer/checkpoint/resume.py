@@ -1,6 +1,5 @@
 """A resumed run must have the model of its checkpoint and, unless told otherwise, the same order of data."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,7 +16,7 @@ from megatron.context_parallel.trainer.config.flags import (
 from megatron.context_parallel.trainer.config.samples import train_samples
 
 from .data_digest import Digests, changed, data_digests
-from .store import plain_args
+from .store import plain_args, saves_where_it_loads
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -78,7 +77,7 @@ def _check_optimizer(args: Arguments, saved: dict) -> None:
 def _check_start(args: Arguments, saved: dict, now: dict) -> None:
     """Reject what would continue the run from another point than that of the checkpoint."""
     if args.finetune:
-        if saved.get("finetune") and args.save and os.path.realpath(args.save) == os.path.realpath(args.load or ""):
+        if saved.get("finetune") and saves_where_it_loads(args):
             why = f"--load {args.load} and --save are the folder of a run with this flag, which would begin anew"
             raise UsageError(f"--finetune: {why}; leave it out to resume, or give another --save")
         return

@@ -5,6 +5,7 @@ one. Names with a suffix are not checkpoints: `.incomplete` is being written or 
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -135,6 +136,13 @@ def read_saved_args(checkpoint: Path) -> dict:
 
 
 # --------------------------------------------------------------------------------------------- which one to load
+
+
+def saves_where_it_loads(args: Flags) -> bool:
+    """Whether `--save` and `--load` are the same folder."""
+    if args.save is None or args.load is None:
+        return False
+    return os.path.realpath(args.save) == os.path.realpath(args.load)
 
 
 def loadable_checkpoints(args: Flags) -> tuple[list[Path], str | None]:
