@@ -85,9 +85,9 @@ class Rates:
         links = Links(part, devices=rings[0], others=rings[1:])
         paths = [links.path(rank, (rank + 1) % n) for rank in range(n)] if n > 1 else []
         users: dict[tuple, int] = {}
-        for link, _ in (link for path in paths for link in path.links):
+        for link, *_ in (link for path in paths for link in path.links):
             users[link] = users.get(link, 0) + 1
-        bandwidth = min((rate / users[link] for path in paths for link, rate in path.links), default=math.inf)
+        bandwidth = min((rate / users[link] for path in paths for link, rate, _ in path.links), default=math.inf)
 
         def apart(rate: AttentionRate) -> tuple:
             return rate.dtype != dtype, abs(rate.head_dim - head_dim), -rate.rows

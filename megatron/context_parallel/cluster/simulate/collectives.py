@@ -74,7 +74,7 @@ def _together(cluster: Cluster, hops: list[tuple[int, int, float]], rounds: int)
     for sender, receiver, share in hops:
         path = links.path(sender, receiver)
         latency = max(latency, path.seconds)
-        flows.add(None, Task(share, tuple([flows.resource(*link) for link in path.links])))
+        flows.add(None, Task(share, tuple([flows.resource(link.name, link.rate) for link in path.links])))
     while flows.advance():
         pass
     return Rate(latency * rounds, flows.now)

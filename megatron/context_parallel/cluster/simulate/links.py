@@ -9,20 +9,32 @@ from typing import NamedTuple
 from megatron.context_parallel.cluster.description import Cluster
 
 
+class Link(NamedTuple):
+    """A link, as a group of ranks has it.
+
+    Attributes:
+        name: of all groups.
+        rate: bytes a second.
+        groups: how many share it, of those that crowd it.
+    """
+
+    name: tuple
+    rate: float
+    groups: int = 1
+
+
 class Path(NamedTuple):
     """The links from one rank to another.
 
     Attributes:
-        links: (name, bytes a second) of each.
-        groups: how many groups share each of these links.
+        links: those that it crosses.
         seconds: before the first byte arrives.
         processor: seconds a byte that it takes of a processor at each end.
         crowding: of its links, as in `Nics`.
         stream: bytes a second that messages of steps from one rank to the other reach at most; 0: as the links.
     """
 
-    links: tuple[tuple[tuple, float], ...]
-    groups: tuple[int, ...]
+    links: tuple[Link, ...]
     seconds: float
     processor: float
     crowding: float
@@ -76,16 +88,11 @@ class Links:
         if nodes[0] == nodes[1]:
             assert cluster.inside  # a node of more than one device has it
             links = self._at_device("out", sender), self._at_device("in", receiver)
-            if cluster.inside.shared:
-                return Path(links[:1], (1,), *self._costs_inside)
-            return Path(links, (1, 1), *self._costs_inside)  # links of a node are not crowded
+            return Path(links[:1] if cluster.inside.shared else links, *self._costs_inside)
         (out, uplink), (into, downlink) = self._at_node("out", sender), self._at_node("in", receiver)
         leaf = cluster.nodes_per_switch
         crosses = leaf and nodes[0] // leaf != nodes[1] // leaf
-        (at_nic, at_leaf), (to_nic, to_leaf) = self._sharers(sender), self._sharers(receiver)
-        if not crosses:
-            return Path((out, into), (at_nic, to_nic), *self._costs_outside)
-        return Path((out, into, uplink, downlink), (at_nic, to_nic, at_leaf, to_leaf), *self._costs_outside)
+        return Path((out, into, uplink, downlink) if crosses else (out, into), *self._costs_outside)
 
     @cached_property
     def _costs_inside(self) -> tuple[float, float, float, float]:
@@ -103,32 +110,26 @@ class Links:
         costs = nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9
         return *costs, nics.crowding, (nics.stream_GB_s or 0.0) * self._pace
 
-    def _inside(self, way: str, rank: int) -> tuple[tuple, float]:
+    def _inside(self, way: str, rank: int) -> Link:
         """The link of a rank to the others of its node."""
         inside, place = self.cluster.inside, self.places[rank]
         assert inside  # as above
         if inside.shared:
-            return ("inside", place[0]), inside.GB_s * 1e9 / self.sharing["node", place[0]]
-        return (f"device {way}", *place), inside.GB_s * 1e9
+            return Link(("inside", place[0]), inside.GB_s * 1e9 / self.sharing["node", place[0]])
+        return Link((f"device {way}", *place), inside.GB_s * 1e9)
 
-    def _outside(self, way: str, rank: int) -> tuple[tuple[tuple, float], tuple[tuple, float]]:
+    def _outside(self, way: str, rank: int) -> tuple[Link, Link]:
         """The NIC of a rank, and the link of its switch to the others."""
         nics, (node, place) = self.cluster.nics, self.places[rank]
         assert nics  # as above
         nic = node, self._nic(place)
         leaf = self.cluster.nodes_per_switch or 1
         uplink = leaf * nics.per_node * nics.GB_s * self._pace / self.cluster.oversubscription
-        on_nic, on_leaf = self._sharers(rank)
+        on_nic, on_leaf = self.sharing[("nic", *nic)], self.sharing["leaf", node // leaf]
         return (
-            ((f"nic {way}", *nic), nics.GB_s * self._pace / on_nic),
-            ((f"switch {way}", node // leaf), uplink / on_leaf),
+            Link((f"nic {way}", *nic), nics.GB_s * self._pace / on_nic, on_nic),
+            Link((f"switch {way}", node // leaf), uplink / on_leaf, on_leaf),
         )
-
-    def _sharers(self, rank: int) -> tuple[int, int]:
-        """The groups that share the NIC of a rank, and the link of its switch to the others."""
-        node, place = self.places[rank]
-        leaf = node // (self.cluster.nodes_per_switch or 1)
-        return self.sharing["nic", node, self._nic(place)], self.sharing["leaf", leaf]
 
     @cached_property
     def _pace(self) -> float:
