@@ -393,6 +393,14 @@ def test_exchanges_of_all_pairs_crowd_nics():
         assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
 
 
+def test_links_of_switches_do_not_crowd():
+    """The link of a switch has a quarter of the rate of its NIC, which keeps 1 / (1 + 0.1 * 6) of it."""
+    nics = replace(BOX.nics, per_node=1)
+    switched = replace(BOX, nodes=8, devices_per_node=1, nics=nics, nodes_per_switch=1, oversubscription=4)
+    crowded = replace(switched, nics=replace(nics, crowding=0.1))
+    assert seconds("ulysses", crowded) == pytest.approx(seconds("ulysses", switched), rel=1e-9)
+
+
 def test_other_groups_crowd_nics_too():
     """Two rings of two ranks on one NIC: its rate is divided by two pairs and by 1 + 0.1, as two groups and as one."""
     nics = replace(BOX.nics, per_node=1, GB_s=1, latency_us=0, crowding=0.1)

@@ -15,11 +15,13 @@ class Link(NamedTuple):
     Attributes:
         name: of all groups.
         rate: bytes a second.
+        crowding: as in `Nics`.
         groups: how many share it, of those that crowd it.
     """
 
     name: tuple
     rate: float
+    crowding: float = 0.0
     groups: int = 1
 
 
@@ -30,14 +32,12 @@ class Path(NamedTuple):
         links: those that it crosses.
         seconds: before the first byte arrives.
         processor: seconds a byte that it takes of a processor at each end.
-        crowding: of its links, as in `Nics`.
         stream: bytes a second that messages of steps from one rank to the other reach at most; 0: as the links.
     """
 
     links: tuple[Link, ...]
     seconds: float
     processor: float
-    crowding: float
     stream: float
 
 
@@ -95,20 +95,20 @@ class Links:
         return Path((out, into, uplink, downlink) if crosses else (out, into), *self._costs_outside)
 
     @cached_property
-    def _costs_inside(self) -> tuple[float, float, float, float]:
-        """Of a `Path` inside a node: seconds, processor, crowding, stream."""
+    def _costs_inside(self) -> tuple[float, float, float]:
+        """Of a `Path` inside a node: seconds, processor, stream."""
         inside = self.cluster.inside
         assert inside  # as above
         costs = inside.latency_us * 1e-6, inside.processor_ns_per_byte * 1e-9
-        return *costs, 0.0, (inside.stream_GB_s or 0.0) * 1e9
+        return *costs, (inside.stream_GB_s or 0.0) * 1e9
 
     @cached_property
-    def _costs_outside(self) -> tuple[float, float, float, float]:
+    def _costs_outside(self) -> tuple[float, float, float]:
         """The same between nodes."""
         nics = self.cluster.nics
         assert nics  # a cluster of more than one node has them
         costs = nics.latency_us * 1e-6, nics.processor_ns_per_byte * 1e-9
-        return *costs, nics.crowding, (nics.stream_GB_s or 0.0) * self._pace
+        return *costs, (nics.stream_GB_s or 0.0) * self._pace
 
     def _inside(self, way: str, rank: int) -> Link:
         """The link of a rank to the others of its node."""
@@ -127,8 +127,8 @@ class Links:
         uplink = leaf * nics.per_node * nics.GB_s * self._pace / self.cluster.oversubscription
         on_nic, on_leaf = self.sharing[("nic", *nic)], self.sharing["leaf", node // leaf]
         return (
-            Link((f"nic {way}", *nic), nics.GB_s * self._pace / on_nic, on_nic),
-            Link((f"switch {way}", node // leaf), uplink / on_leaf, on_leaf),
+            Link((f"nic {way}", *nic), nics.GB_s * self._pace / on_nic, nics.crowding, on_nic),
+            Link((f"switch {way}", node // leaf), uplink / on_leaf),
         )
 
     @cached_property

@@ -220,8 +220,8 @@ class _Costs:
             delay = path.seconds + wake
             tasks.append((Task(size, uses, ends, pair), delay * hops))
             if path.processor and self.cluster.shared_cores:  # at both ends, as fast as the links bring the bytes
-                for end, (link, rate, _) in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
-                    pace = self.flows.resource(("work", end, link), rate * path.processor)
+                for end, link in zip(ends, (path.links[0], path.links[:2][-1]), strict=True):
+                    pace = self.flows.resource(("work", end, link.name), link.rate * path.processor)
                     tasks.append((Task(size * path.processor, (pace, self._cores)), delay))
         return tasks
 
@@ -240,7 +240,7 @@ class _Costs:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path, pair = self.links.path(sender, receiver), self.symmetry.pair(sender, receiver)
         alone = group is None and self.plan.turns == 1  # swaps of rounds share the links with the messages of the steps
-        uses = [self.flows.resource((link, alone), rate, path.crowding, groups) for link, rate, groups in path.links]
+        uses = [self.flows.resource((link.name, alone), link.rate, link.crowding, link.groups) for link in path.links]
         if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
             uses.append(self.flows.resource(("stream", pair), path.stream))
         return path, tuple(uses), (self.links.representatives[sender], self.links.representatives[receiver]), pair

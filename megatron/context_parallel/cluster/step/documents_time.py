@@ -93,7 +93,7 @@ def documents_forecast(
         split = _placed(documents, mask, steps_on, costs_of_run(model, run, cluster))
     else:
         split = _static(documents, mask, steps_on, choice.layout, run.seq_length)
-    mask, met, visible_pairs, pairs = split
+    met, visible_pairs, pairs = split
     group, *others = run.groups("context")
     received = np.zeros(n, np.int64)
     passes = []
@@ -106,7 +106,7 @@ def documents_forecast(
         received += [received_bytes(plan, rank, shape, rows) for rank in range(n)]
         blocks = _block_seconds(cluster, plan, shape, run.dtype, pairs)
         devices = cluster.part(run.world_size)
-        forecast = simulate(plan, devices, shape, mask, devices=group, others=others, blocks=blocks, rows=rows)
+        forecast = simulate(plan, devices, shape, met.mask, devices=group, others=others, blocks=blocks, rows=rows)
         passes.append(attention_of(forecast, plan))
     of_ranks = pairs.sum(1)
     return DocumentsForecast(float(of_ranks.max() / of_ranks.mean()), int(received.max()), (passes[0], passes[1]))
@@ -116,13 +116,11 @@ class _Split(NamedTuple):
     """How the tokens of a micro batch lie on ranks.
 
     Attributes:
-        mask: with the documents.
-        met: the rows of its chunks that meet.
+        met: the rows of its chunks that meet, under the mask with the documents.
         visible_pairs: those that a plan is made for.
         pairs: visible pairs of a row of each query chunk and of each key chunk: int64 [n, n].
     """
 
-    mask: Mask
     met: MetRows
     visible_pairs: Pairs
     pairs: np.ndarray
@@ -133,7 +131,7 @@ def _placed(documents: Documents, mask: Mask, n: int, costs: Costs) -> _Split:
     placement = place(documents, n, costs, mask.causal, [mask.window])
     mask = replace(mask, documents=documents.placed(placement))
     met = MetRows(mask, placement, placement)
-    return _Split(mask, met, mask.pairs(placement, placement), pairs_between(mask, placement))
+    return _Split(met, mask.pairs(placement, placement), pairs_between(mask, placement))
 
 
 @lru_cache(KEPT)
@@ -142,7 +140,7 @@ def _static(documents: Documents, mask: Mask, n: int, layout: str, length: int) 
     without, mask = mask, replace(mask, documents=documents)
     visible_pairs = (mask if n <= ALL_RANKS_UP_TO else without).pairs(*pair)  # as plans are made
     chunks = Slices.of(pair[0])
-    return _Split(mask, MetRows(mask, chunks, chunks), visible_pairs, pairs_between(mask, pair[0]))
+    return _Split(MetRows(mask, chunks, chunks), visible_pairs, pairs_between(mask, pair[0]))
 
 
 def _block_seconds(
