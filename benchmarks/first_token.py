@@ -152,7 +152,7 @@ def cases_of(counts: Sequence[int]) -> list[list[Case]]:
 
 
 def lines(found: dict[Case, dict]) -> list[str]:
-    """The table of docs/inference.md."""
+    """The table of docs/benchmarks/inference.md."""
     shown = [
         "| hosts | | context | new | paper, s | predicted, s | measured, s | spread |",
         "|---|---|---|---|---|---|---|---|",

@@ -5,6 +5,7 @@ Million-Token Inference (2024), except those in `seconds`, which are ours.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -84,10 +85,9 @@ class Rates:
         rings = [range(first, n * tensor, tensor) for first in range(tensor)]
         links = Links(part, devices=rings[0], others=rings[1:])
         paths = [links.path(rank, (rank + 1) % n) for rank in range(n)] if n > 1 else []
-        users: dict[tuple, int] = {}
-        for link, *_ in (link for path in paths for link in path.links):
-            users[link] = users.get(link, 0) + 1
-        bandwidth = min((rate / users[link] for path in paths for link, rate, _ in path.links), default=math.inf)
+        crossed = [link for path in paths for link in path.links]
+        users = Counter(link.name for link in crossed)
+        bandwidth = min((link.rate / users[link.name] for link in crossed), default=math.inf)
 
         def apart(rate: AttentionRate) -> tuple:
             return rate.dtype != dtype, abs(rate.head_dim - head_dim), -rate.rows

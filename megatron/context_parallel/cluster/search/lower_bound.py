@@ -110,8 +110,8 @@ class _Step:
                 self.busy += size * path.processor  # at this end
             if rank == sender or sender not in self.ranks:  # each message once
                 self.latency = max(self.latency, path.seconds)
-                for link, rate, _ in path.links:
-                    self.wires[link] += size / rate
+                for link in path.links:
+                    self.wires[link.name] += size / link.rate
 
 
 class _Rank:

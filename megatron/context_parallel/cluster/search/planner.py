@@ -314,6 +314,6 @@ def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_si
     links = Links(place.cluster, devices=place.devices, others=place.others)
     seconds = defaultdict[tuple, float](float)
     for rank in range(n):
-        for link, rate, _ in links.path(rank, (rank + head_parallel_size) % n).links:
-            seconds[link] += size / rate
+        for link in links.path(rank, (rank + head_parallel_size) % n).links:
+            seconds[link.name] += size / link.rate
     return max(seconds.values()) / block if block else math.inf  # a narrow window leaves no pairs
