@@ -4,7 +4,7 @@
 
 Two ranks train a small Llama on this host. The kernel of this host refuses a rank more than 160 MiB above its memory
 at the start (RLIMIT_DATA). The search tries lengths with attention that allocates as ever, but returns zeros. One real
-step then trains at the lengths that the table divides. It writes the table of docs/memory.md.
+step then trains at the lengths that the table divides. It writes the table of docs/benchmarks/memory.md.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CASES = {  # flags by name
     "+ sharded optimizer: all measures": f"{CHUNKS} {FULL} {TILES} {OFFLOAD} --use-distributed-optimizer",
 }
 REAL = {"plain", "full recomputation", "+ sharded optimizer: all measures"}  # a real step trains too
-PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "memory.md"
 HEADINGS = ["measures", "tokens", "times plain", "times full recomputation", "predicted tokens"]
 
 

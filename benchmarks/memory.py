@@ -1,4 +1,4 @@
-"""Compares the predicted memory of training steps with real ones, and writes the table of docs/memory.md.
+"""Compares the predicted memory of training steps with real ones, and writes the table of docs/benchmarks/memory.md.
 
     PYTHONPATH=. python benchmarks/memory.py
 
@@ -21,7 +21,7 @@ from megatron.context_parallel.cluster.step import memory
 from tools.netlab import Loopback
 
 RANK = Path(__file__).with_name("memory_rank.py")
-PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "memory.md"
 SCRIPT = "benchmarks/memory.py"
 MMAP = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 

@@ -1,4 +1,4 @@
-"""Compares the predicted memory of a backward pass in rounds of tokens with a real one: a table of docs/memory.md.
+"""Compares the predicted memory of a backward pass in rounds of tokens with a real one: a table of docs/benchmarks/memory.md.
 
     PYTHONPATH=. python benchmarks/token_rounds.py
 
@@ -27,7 +27,7 @@ from tools.netlab import Loopback
 RANKS, TOKENS, HEADS, WIDTH = 2, 1024, 8, 64  # tokens of a rank; width of a head
 CASES = [(rounds, kv_heads) for kv_heads in (HEADS, HEADS // 2) for rounds in (1, 2, 4, 8)]
 QUERIES = 4 * TOKENS * HEADS * WIDTH  # bytes
-PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "memory.md"
 HEADINGS = ["key/value heads", "rounds", "predicted", "allocated", "predicted / allocated"]
 
 
