@@ -10,6 +10,15 @@ if (($# < 2)) || [[ $1 == -* || $2 == -* ]]; then
 fi
 preset=$1 strategy=$2
 shift 2
+flags=" $* "
+
+given() { # FLAG...: whether the caller gives one of them
+    local flag
+    for flag; do
+        [[ $flags != *" $flag"[\ =]* ]] || return 0
+    done
+    return 1
+}
 
 precision=(--bf16)
 if [[ -n ${LAUNCH:-} ]]; then
@@ -21,18 +30,22 @@ else
     launch=(.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node "$ranks" pretrain_gpt.py)
     ((gpus)) || precision=()
 fi
-if [[ " $* " == *" --dry-run "* ]]; then # one process, here, whatever LAUNCH says
+if given --dry-run; then # one process, here, whatever LAUNCH says
     launch=(.venv/bin/python pretrain_gpt.py)
     [[ -n ${LAUNCH:-} ]] || export WORLD_SIZE=${WORLD_SIZE:-$ranks}
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-sharding=(--use-distributed-optimizer)
-[[ " $* " != *" --use-torch-fsdp2 "* ]] || sharding=()
+# Flags of the caller win; these cannot stand beside those that replace them.
+sharding=(--use-distributed-optimizer) length=(--train-iters 1000) warmup=(--lr-warmup-fraction 0.01)
+if given --use-torch-fsdp2; then sharding=(); fi
+if given --train-samples; then length=(); fi
+if given --lr-warmup-iters --lr-warmup-samples; then warmup=(); fi
+if given --fp16; then precision=(); fi
 
 exec "${launch[@]}" \
     --preset "$preset" --cp-strategy "$strategy" --context-parallel-size "$ranks" \
-    "${precision[@]}" "${sharding[@]}" --micro-batch-size 1 --train-iters 1000 \
-    --lr-decay-style cosine --lr-warmup-fraction 0.01 \
+    "${precision[@]}" "${sharding[@]}" --micro-batch-size 1 "${length[@]}" \
+    --lr-decay-style cosine "${warmup[@]}" \
     --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0 \
     "$@"

@@ -111,6 +111,18 @@ def test_the_quickstart_preset_runs_as_the_script_calls_it(tmp_path, monkeypatch
     assert args.seq_length >= 1024 and args.train_iters % args.save_interval == 0
 
 
+@pytest.mark.parametrize(
+    "more", ["", "--lr-warmup-iters=10", "--train-samples 100 --lr-warmup-samples 10", "--fp16", "--use-torch-fsdp2"]
+)
+def test_flags_of_the_caller_win_in_launch_scripts(monkeypatch, more):
+    script = ["bash", ROOT / "examples/llama/pretrain.sh", "tiny-llama", "ring", *more.split()]
+    there = os.environ | {"LAUNCH": "echo", "RANKS_PER_NODE": "2"}
+    words = subprocess.run(script, env=there, capture_output=True, text=True, check=True).stdout.split()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = parse_args([*words, "--mock-data", "--dry-run"])
+    assert (args.bf16, args.use_distributed_optimizer) == ("--fp16" not in more, "fsdp2" not in more)
+
+
 def test_pinned_versions_are_the_ones_required():
     pinned = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().split())
     assert pinned["megatron-core"] == "0.16.1"

@@ -117,6 +117,11 @@ def test_parameters_and_operations_are_counted(ranks):
         ("--moe-router-topk 5", 1, "--moe-router-topk 5: more than --num-experts 4; give --moe-router-topk 4"),
         ("--expert-model-parallel-size 3", 3, "--expert-model-parallel-size 3: does not divide --num-experts 4"),
         ("--expert-model-parallel-size 4", 2, "4: does not divide the 2 data x context ranks; give .* 2"),
+        (
+            "--expert-model-parallel-size 2 --use-distributed-optimizer --num-distributed-optimizer-instances 4",
+            4,
+            "instances 4: does not divide 2, the ranks of an expert .* give --num-distributed-optimizer-instances 2$",
+        ),
         ("--tensor-model-parallel-size 2", 2, "needs --sequence-parallel with --num-experts 4"),
         ("--cp-strategy auto", 1, "--cp-strategy auto: its time model does not support --num-experts 4; give"),
         (

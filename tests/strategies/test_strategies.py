@@ -132,6 +132,7 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
         ("a:b:c:d=1", "--cp-strategy a:b:c:d=1: give NAME, MODULE:NAME or FILE.py:NAME"),
         ("mesh:grid", "--cp-strategy mesh:grid: grid has no value; give mesh:OPTION=VALUE,..."),
         ("mesh:tile=2x2", "--cp-strategy mesh: no option tile; it has grid, q_transfer_blocks"),
+        ("usp:head-parallel-size=2", "no option head-parallel-size; give head_parallel_size"),
         ("ring:grid=2x2", "--cp-grid 2x2: not an option of ring; give --cp-strategy attention2d or mesh"),
         ("mesh:grid=2", "--cp-grid 2: need two whole numbers, such as 2x4"),
         ("mesh:grid=0x4", "--cp-grid 0x4: need two whole numbers, such as 2x4"),

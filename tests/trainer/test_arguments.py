@@ -216,6 +216,14 @@ def test_sample_counts_become_iterations():
         parsed(f"{SMALL} --global-batch-size 8 --train-samples 80 --lr-warmup-samples 90")
 
 
+@pytest.mark.parametrize(("rampup", "first"), [("", 8), ("--rampup-batch-size 4 4 100", 4)])
+def test_fewer_samples_than_an_update_are_refused(rampup, first):
+    run = f"{SMALL} --global-batch-size 8 {rampup} --train-samples"
+    assert parsed(f"{run} {first}").train_iters == 1
+    with pytest.raises(UsageError, match=f"fewer than the {first} .* of an update; give --train-samples {first}$"):
+        parsed(f"{run} {first - 1}")
+
+
 def test_null_tokenizer_has_one_token_more_than_its_vocabulary():
     args = parsed(f"{SMALL} --tokenizer-type NullTokenizer --vocab-size 128 --make-vocab-size-divisible-by 1")
     assert (args.vocab_size, args.padded_vocab_size) == (128, 129)

@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.trainer import log, setup, training
+from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
 from tests.support import flags_case, training_case
 from tests.support.case_args import CaseArgs
@@ -208,6 +209,16 @@ def test_flops():
     assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
     windowed = replace(model, window_size=100)
     assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + 2 * 2 * 32 * 2 + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+
+
+def test_the_first_line_says_what_a_sequence_is():
+    flags = "--preset tiny-llama --mock-data --micro-batch-size 1 --global-batch-size 8 --lr 1"
+    args = parse_args(f"{flags} --train-iters 5".split())
+    assert "5 iterations of 8 sequences of 128 tokens; " in log._explain(args, None)
+    assert log._explain(args, None).endswith("FLOP each")
+    args = parse_args(f"{flags} --train-samples 40 --rampup-batch-size 4 4 12 --reset-attention-mask".split())
+    assert " of 4 to 8 sequences of 128 tokens; " in log._explain(args, None)
+    assert log._explain(args, None).endswith("FLOP each, if each were one document")
 
 
 def test_metrics_of_iterations_to_be_done_again_are_dropped(tmp_path):

@@ -139,12 +139,21 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
         return replace(forward, back=backward)
     else:
         strategy, source, texts = _parse(str(spec))
+        _check_dashes(str(spec), strategy, texts)
         own = strategy.renamed(texts)
         if both := own.keys() & strategy.renamed(given).keys():
             raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
     given = own | strategy.renamed(given)
     common = {name: option.value(given.pop(name)) for name, option in COMMON.items() if name in given}
     return Choice(strategy, common, strategy.read(given, n), source)
+
+
+def _check_dashes(spec: str, strategy: Strategy, texts: dict[str, Any]) -> None:
+    """Reject an option that is written as in its flag, `head-parallel-size` for `head_parallel_size`."""
+    for given in texts:
+        name = given.replace("-", "_")
+        if name != given and (name in COMMON or name in strategy.options):
+            raise UsageError(f"--cp-strategy {spec}: no option {given}; give {name}")
 
 
 def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:

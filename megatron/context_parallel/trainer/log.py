@@ -21,6 +21,7 @@ from megatron.context_parallel.errors import UsageError
 
 from .checkpoint.train_state import Progress as RunProgress
 from .config.flags import Arguments
+from .config.samples import batch_size
 from .config.workload import model_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ _PEAK_TFLOPS = {
 class Record:
     """One line of `metrics.jsonl`: means over the iterations of a process since its previous line, and the state then.
 
-    `lr` is the learning rate of the next iteration, and `tokens_per_second_per_rank` counts padding too.
+    `lr` is the learning rate of the next iteration. `tokens_per_second_per_rank` counts padding too, and
+    `tflops_per_rank` takes the documents of a sequence for one (`flops_per_sequence`).
     """
 
     iteration: int
@@ -210,9 +212,11 @@ def line_of(record: Record, train_iters: int, peak: float | None) -> str:
 def _explain(args: Arguments, peak: float | None) -> str:
     """The size of the job in one line, in units that fit a small model and a large one."""
     flops = model_of(args).flops_per_sequence(args.seq_length)
+    smallest = f"{batch_size(args, 0)} to " if args.rampup_batch_size else ""
+    whole = ", if each were one document" if args.reset_attention_mask else ""
     line = (
-        f"training: {args.train_iters} iterations of {args.global_batch_size} sequences of {args.seq_length} tokens; "
-        f"{_si(flops)}FLOP each"
+        f"training: {args.train_iters} iterations of {smallest}{args.global_batch_size} sequences of "
+        f"{args.seq_length} tokens; {_si(flops)}FLOP each{whole}"
     )
     return f"{line}; MFU is relative to {peak:g} TFLOP/s per rank" if peak else line
 

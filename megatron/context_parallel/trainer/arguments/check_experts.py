@@ -1,8 +1,9 @@
 """Rejects flags that do not work with experts, or whose results were not compared with one rank."""
 
+import math
 from collections.abc import Iterator
 
-from megatron.context_parallel.cli.flag_checks import refusal
+from megatron.context_parallel.cli.flag_checks import flag_text, refusal
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.trainer.config.flags import Arguments
 
@@ -36,8 +37,24 @@ def _check_expert_ranks(args: Arguments) -> Iterator[UsageError]:
     name = "expert_model_parallel_size"
     size = args.expert_model_parallel_size
     yield from check_sharers(args, name)
+    yield from _check_instances(args)
     if size > 1 and args.tensor_model_parallel_size > 1:
         why = "was not tested with tensor parallelism"
         yield refusal(args, name, why, expert_model_parallel_size=1)
     if size > 1 and (args.use_megatron_fsdp or args.use_torch_fsdp2):
         yield refusal(args, name, "was not tested with FSDP", expert_model_parallel_size=1)
+
+
+def _check_instances(args: Arguments) -> Iterator[UsageError]:
+    """The error if the ranks that share an expert cannot be split into the instances of the optimizer."""
+    name = "num_distributed_optimizer_instances"
+    instances = args.num_distributed_optimizer_instances
+    each, rest = divmod(args.data_parallel_size * args.context_parallel_size, args.expert_model_parallel_size)
+    if not rest and each % instances:
+        experts = flag_text(args, "expert_model_parallel_size")
+        yield refusal(
+            args,
+            name,
+            f"does not divide {each}, the ranks of an expert with {experts}",
+            **{name: math.gcd(each, instances)},
+        )

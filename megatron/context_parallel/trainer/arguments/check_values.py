@@ -13,7 +13,7 @@ from megatron.context_parallel.errors import UsageError, caught
 from megatron.context_parallel.strategies import Choice, check_same_tokens, distinct
 from megatron.context_parallel.tokens.layout import granularity
 from megatron.context_parallel.trainer.config.flags import FLAGS, SPLIT, Arguments, Flags
-from megatron.context_parallel.trainer.config.samples import decay_samples, warmup_samples
+from megatron.context_parallel.trainer.config.samples import batch_size, decay_samples, warmup_samples
 
 from .check_experts import check_experts
 from .check_recompute import check_recompute
@@ -148,6 +148,9 @@ def _check_plan(args: Arguments, choice: Choice) -> None:
 
 
 def _check_schedule(args: Arguments) -> Iterator[UsageError]:
+    first = batch_size(args, 0)
+    if args.train_samples and args.train_samples < first and not args.skip_train:
+        yield refusal(args, "train_samples", f"fewer than the {first} sequences of an update", train_samples=first)
     decay = decay_samples(args)
     if decay and warmup_samples(args) >= decay:
         unit, each = ("samples", 1) if args.train_samples else ("iters", args.global_batch_size)
