@@ -10,6 +10,10 @@ export PYTHONPATH=$PWD OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 run=${RUN_DIR:-runs/finetune}
 model=${1:-$run/small_llama}
 text=${2:-$(.venv/bin/python -c 'import argparse; print(argparse.__file__)')}
+if [[ -e $run/converted ]]; then
+    echo "RUN_DIR $run: has an earlier run; give another RUN_DIR, or remove $run" >&2
+    exit 2
+fi
 gpu=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 precision=()
 ((gpu == 0)) || precision=(--bf16)
