@@ -55,6 +55,13 @@ def test_packed_sequences_equal_one_rank(ranks, kind):
             assert losses == pytest.approx(expected, rel=2e-6), strategies  # rounding grows with each step
 
 
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_packed_sequences_that_bridge_selects_equal_one_rank(ranks, kind):
+    (expected,) = ranks(1, train, [], kind)
+    for losses in ranks(4, train, ["mesh:layout=cyclic"], kind, 3, True):
+        assert losses == pytest.approx(expected, rel=2e-6)
+
+
 def refused_batches() -> list[str]:
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(3)
@@ -142,6 +149,48 @@ def test_what_bridge_calls_cuts_by_the_layout(ranks):
     for rank, (tokens, angles, expected) in enumerate(ranks(2, cut_by_bridge)):
         assert torch.equal(tokens, torch.arange(rank, LENGTH, 2).expand(BATCH, -1))
         assert torch.equal(angles, expected[rank::2])
+
+
+class OwnForward(GPTModel):
+    """As Megatron-Bridge's Qwen3VLGPTModel: it calls its layers by itself, with tokens that it sharded in zigzag."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.decoder(hidden, attention_mask=None)
+
+
+def models_that_shard_by_themselves(strategy: str) -> list[str]:
+    """What is said to embeddings of images, and to a model with its own forward."""
+    parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
+    model_parallel_cuda_manual_seed(3)
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, value in megatron_lm.replacements([strategy]):
+            patch.setattr(owner, name, value)
+        settings, spec = config(), get_gpt_layer_local_spec()
+        given = torch.zeros(LENGTH // dist.get_world_size(), BATCH, settings.hidden_size)
+        calls = (
+            lambda: OwnForward(settings, spec, VOCABULARY, LENGTH)(given),
+            lambda: GPTModel(settings, spec, VOCABULARY, LENGTH)(None, None, None, decoder_input=given),
+        )
+        for call in calls:
+            try:
+                said.append(str(call().isfinite().all().item()))
+            except UsageError as error:
+                said.append(str(error))
+    parallel_state.destroy_model_parallel()
+    return said
+
+
+def test_models_that_shard_by_themselves_need_zigzag(ranks):
+    zigzag = "shards sequences in zigzag; give a strategy with layout=zigzag, such as ring:layout=zigzag"
+    for said in ranks(2, models_that_shard_by_themselves, "ring:layout=cyclic"):
+        assert said == [
+            f"--cp-layout cyclic: a model with its own forward {zigzag}",
+            f"decoder_input, layout cyclic: a model of images or audio {zigzag}",
+        ]
+    for strategy, n in (("ring:layout=zigzag", 2), ("ring:layout=cyclic", 1)):
+        for said in ranks(n, models_that_shard_by_themselves, strategy):
+            assert said == ["True", "True"]
 
 
 def test_flags_are_told_apart_and_completed():

@@ -98,3 +98,23 @@ def test_options_that_need_whole_sequences_are_refused():
         trainer = SimpleNamespace(**plain | {name: max})
         with pytest.raises(UsageError, match=message):
             ContextParallelTrainer._prepare_context_parallel_inputs(trainer, None, {})
+
+
+def test_a_trainer_that_does_not_shard_is_refused():
+    from transformers import Trainer
+
+    from megatron.context_parallel import UsageError
+    from megatron.context_parallel.integration.trainer import ContextParallelTrainer
+
+    class OwnTrainer(Trainer):
+        def training_step(self, *inputs):
+            return sum(inputs)
+
+    class Both(ContextParallelTrainer, OwnTrainer):
+        pass
+
+    trainer = object.__new__(Both)
+    with pytest.raises(UsageError, match="OwnTrainer: does not shard its batches; use Trainer"):
+        trainer.training_step(1, 2)
+    trainer.cp = "a context group"
+    assert trainer.training_step(1, 2) == 3

@@ -1,5 +1,7 @@
 """Models of HuggingFace transformers with our attention: losses and gradients of one rank with its own."""
 
+import pickle
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
@@ -213,6 +215,28 @@ def test_a_model_that_computes_with_its_mask_is_refused():
     assert not hasattr(mask, "to") and mask[:, :, 0:, :] is mask
 
 
+def copies(kind: str) -> list[str]:
+    """What a copy of a registered model says, before and after it is registered."""
+    from megatron.context_parallel.integration.transformers import register, shard_batch
+
+    model, cp = model_of("llama"), ContextParallel("ring")
+    register(cp, model)
+    copied = deepcopy(model) if kind == "deepcopy" else pickle.loads(pickle.dumps(model))
+    given = shard_batch(cp, batch()) | {"use_cache": False}
+    expected = model(**given).loss
+    with pytest.raises(UsageError) as caught:
+        copied(**given)
+    register(cp, copied)
+    assert torch.equal(copied(**given).loss, expected)
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+def test_a_copy_of_a_model_must_be_registered(ranks, kind):
+    for said in ranks(2, copies, kind):
+        assert said == ["LlamaForCausalLM: a copy of a model that was registered; call register(cp, model)"]
+
+
 @pytest.mark.parametrize(
     ("adapter", "options", "why"),
     [
@@ -220,6 +244,8 @@ def test_a_model_that_computes_with_its_mask_is_refused():
         ("ShadowConfig", {}, "peft's SHADOW: computes across the tokens"),
         ("LoraConfig", {"alora_invocation_tokens": [7]}, "alora_invocation_tokens: looked for among the tokens of a"),
         ("LoraConfig", {"layer_replication": [[0, 2], [0, 2]]}, "layer_replication: copied layers keep the attention"),
+        ("LoraConfig", {"velora_config": {"num_groups": 4}}, "velora_config: its projection is the mean over the toke"),
+        ("LoraConfig", {"velora_config": {"num_groups": 4, "init_type": "random"}}, None),
         ("LoraConfig", {}, None),
     ],
 )

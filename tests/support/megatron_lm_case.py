@@ -1,6 +1,7 @@
 """Training by Megatron-LM's functions of megatron-core, with our attention or on one rank without."""
 
 from dataclasses import fields
+from inspect import signature
 
 import pytest
 import torch
@@ -77,12 +78,29 @@ def packed_batch(data: dict, kind: str) -> tuple[dict, PackedSeqParams]:
     return cut, PackedSeqParams("thd", bounds, bounds, padded, padded, int(cut["max_seqlen"]), int(cut["max_seqlen"]))
 
 
-def train(strategies: list[str], kind: str = "plain", steps: int = 3) -> list[float]:
+def packed_by_bridge(data: dict, kind: str) -> tuple[dict, PackedSeqParams]:
+    """As `packed_batch`, as Megatron-Bridge 0.6 does it: it shards positions in the row, then selects by them."""
+    bounds, padded = documents(kind)
+    rows = {name: None if x is None else x.reshape(1, -1) for name, x in data.items()}
+    assert "is_hybrid_cp" in signature(utils.get_batch_on_this_cp_rank).parameters  # it asks for this name
+    physical = bounds if padded is None else padded
+    places = {"tokens": torch.arange(rows["tokens"].shape[1])[None], "cu_seqlens": physical[None]}
+    places = utils.get_batch_on_this_cp_rank(
+        {**places, "cu_seqlens_padded": None},
+        is_hybrid_cp=False,
+        cp_group=parallel_state.get_context_parallel_group(),
+    )["tokens"][0]
+    cut = {name: None if x is None else x.index_select(1, places) for name, x in rows.items()}
+    return cut, PackedSeqParams("thd", bounds, bounds, padded, padded, 14, 14)
+
+
+def train(strategies: list[str], kind: str = "plain", steps: int = 3, bridge: bool = False) -> list[float]:
     """Losses by Megatron-LM's way: its spec, its function that cuts batches, its rotary embedding.
 
     Args:
         strategies: our attention; none: Megatron's own, on one rank.
         kind: "plain", "latent" for multi-latent attention, "packed" for `thd`, "padded" for `thd` with padding.
+        bridge: packed sequences are cut as by Megatron-Bridge.
     """
     parallel_state.initialize_model_parallel(context_parallel_size=dist.get_world_size())
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +120,7 @@ def train(strategies: list[str], kind: str = "plain", steps: int = 3) -> list[fl
         if not strategies:
             mask = None if kind == "latent" else hidden("documents" if kind in ("packed", "padded") else None)
         elif kind in ("packed", "padded"):
-            data, packed = packed_batch(data, kind)
+            data, packed = (packed_by_bridge if bridge else packed_batch)(data, kind)
         else:
             data = utils.get_batch_on_this_cp_rank(data)
         losses = []

@@ -141,7 +141,7 @@ def replacements(
     def core_attention(self: object) -> ModuleSpec:
         group = parallel_state.get_context_parallel_group()
         layers = [context_of(group, strategy) for strategy in strategies]
-        params = {"cp": layers if len(layers) > 1 else layers[0], "backend": backend, "follows_layout": True}
+        params = {"cp": layers if len(layers) > 1 else layers[0], "backend": backend, "follows_layout": None}
         return ModuleSpec(ContextParallelAttention, params=params)
 
     def embedding_here(pos_emb: Tensor, seq_dim: int, cp_group: object = None) -> Tensor:

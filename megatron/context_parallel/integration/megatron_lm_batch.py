@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
+from inspect import signature
 from typing import Any, NoReturn
 from weakref import WeakSet
 
@@ -16,6 +17,7 @@ from megatron.context_parallel.errors import UsageError
 
 from .megatron_model import check_layers
 from .packed import PackedDocuments, documents_of
+from .spec import IN_ZIGZAG, is_layout_of_megatron
 
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
 _NOT_SHARDED = {*_BOUNDS, "max_seqlen", "local_cp_size", "hybrid_cp_group"}  # of a batch; not one number for each token
@@ -37,17 +39,24 @@ class Batches:
     bounds: tuple[Tensor, ...] = ()
     checked: WeakSet[GPTModel] = field(default_factory=WeakSet)
 
-    def shard(self, batch: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def shard(
+        self,
+        batch: dict[str, Any],
+        is_hybrid_cp: bool | dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+        **others: object,
+    ) -> dict[str, Any]:
         """This rank's tokens of a batch of tensors [b, length, ...]; bounds of documents [1, m] remain whole.
 
-        Later releases and Megatron-Bridge pass the group, and whether the batch is hybrid, by name.
+        Before 0.17 the group comes first. Megatron-Bridge 0.6 looks for the name `is_hybrid_cp`, and shards positions
+        in packed sequences, by which it then selects tokens.
 
         Raises:
             UsageError: a hybrid batch, an attention mask, another group, or bounds that do not fit the batch.
         """
         cp = self.context()
-        hybrid, group = _asked(*args, **kwargs)
-        if hybrid:
+        group = is_hybrid_cp if isinstance(is_hybrid_cp, dist.ProcessGroup) else cp_group
+        if is_hybrid_cp is True:
             refuse_hybrid()
         if batch.get("attention_mask") is not None:
             raise UsageError("attention_mask in the batch: give --no-create-attention-mask-in-dataloader")
@@ -82,7 +91,7 @@ class Batches:
         """`GPTModel.forward` with the documents of its packed sequences.
 
         It raises UsageError for packed sequences that `shard` did not shard, for none where flags ask for them, for
-        multi-latent attention with them, and for models that `check_layers` refuses.
+        multi-latent attention with them, for embeddings in another layout, and for models that `check_layers` refuses.
         """
 
         @wraps(forward)
@@ -92,6 +101,8 @@ class Batches:
             if model not in self.checked:
                 check_layers(model, self.context().n)
                 self.checked.add(model)
+            if signature(forward).bind(model, *args, **kwargs).arguments.get("decoder_input") is not None:
+                self._check_embeddings()
             if packed_seq_params is None and self.packed:
                 raise UsageError(
                     "packed sequences (thd): this pipeline stage got none; give --pipeline-model-parallel-size 2 or "
@@ -102,6 +113,12 @@ class Batches:
             return forward(model, *args, packed_seq_params=packed_seq_params, **kwargs)
 
         return forward_documents
+
+    def _check_embeddings(self) -> None:
+        """Raises UsageError for embeddings that a model of images or audio sharded, unless the layout is Megatron's."""
+        cp = self.context()
+        if not is_layout_of_megatron(cp):
+            raise UsageError(f"decoder_input, layout {cp.layout}: a model of images or audio {IN_ZIGZAG}")
 
     def _documents(self, model: GPTModel, given: PackedSeqParams) -> PackedDocuments:
         """The documents of a `thd` batch. RoPE counts positions over the whole batch, not from each document's start.
@@ -114,7 +131,7 @@ class Batches:
         bounds = of_q if given.cu_seqlens_q_padded is None else given.cu_seqlens_q_padded
         # A middle stage gets bounds only. Those of other stages are views of those in the batch.
         has_batch = model.pre_process or model.post_process
-        if has_batch and of_q.data_ptr() not in {x.data_ptr() for x in self.bounds}:
+        if has_batch and bounds.data_ptr() not in {x.data_ptr() for x in self.bounds}:
             raise UsageError(
                 "packed sequences (thd): this batch was not sharded by the layout; shard it with megatron-core's "
                 "get_batch_on_this_cp_rank"
@@ -139,15 +156,3 @@ def _check_bounds(bounds: Tensor, batch: dict[str, Any]) -> None:
                 f"cu_seqlens: end at {ends[-1]} for {name} {list(x.shape)}; packed sequences must fill one row: give "
                 "--micro-batch-size 1"
             )
-
-
-def _asked(
-    *args: Any, is_hybrid_cp: bool = False, cp_group: dist.ProcessGroup | None = None, **others: object
-) -> tuple[bool, dist.ProcessGroup | None]:
-    """Whether a batch is hybrid, and its group, from Megatron's arguments. Before 0.17 the group comes first."""
-    for given in args:
-        if isinstance(given, bool):
-            is_hybrid_cp = given
-        elif isinstance(given, dist.ProcessGroup):
-            cp_group = given
-    return is_hybrid_cp, cp_group

@@ -23,6 +23,8 @@ def check_shifts(model: GPTModel, n: int) -> None:
 def check_layers(model: GPTModel, n: int) -> None:
     """Refuses layers over n > 1 ranks that do not have our attention, or a loss that megatron-core weighs by rank.
 
+    From then on the attention takes it that the model follows the layout of the strategy.
+
     Raises:
         UsageError: the message names the field of the model's config, or the attention.
     """
@@ -41,3 +43,5 @@ def check_layers(model: GPTModel, n: int) -> None:
         if isinstance(attention, torch.nn.Module) and not isinstance(attention, ContextParallelAttention):
             kind = type(attention).__name__
             raise UsageError(f"core_attention {kind}: not replaced; build the model after the replacements")
+        if isinstance(attention, ContextParallelAttention):
+            attention.follows_layout = True

@@ -40,7 +40,13 @@ from .transformer_engine import check_importable
 
 # Computes [s, 1, heads, d] over a cache from a layer's attention, queries, keys and values.
 CachedAttention = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
+IN_ZIGZAG = "shards sequences in zigzag; give a strategy with layout=zigzag, such as ring:layout=zigzag"
 Contexts = ContextParallel | Sequence[ContextParallel]  # for all layers, or one for each layer of the whole model
+
+
+def is_layout_of_megatron(cp: ContextParallel) -> bool:
+    """Whether the tokens lie as in megatron-core's own context parallelism."""
+    return cp.n == 1 or (cp.layout == "zigzag" and cp.in_rank_order)
 
 
 class ContextParallelAttention(MegatronModule):
@@ -50,6 +56,7 @@ class ContextParallelAttention(MegatronModule):
 
     Attributes:
         follows_layout: the model's RoPE uses the layout of `cp` (`use_layout`); megatron-core's own layout is zigzag.
+            None: not known until the model's `forward` was checked (`megatron_model.check_layers`).
 
     Raises:
         UsageError: the configuration has a feature that this attention does not support.
@@ -71,7 +78,7 @@ class ContextParallelAttention(MegatronModule):
         cp: Contexts,
         backend: str = "auto",
         keep_output: bool = False,
-        follows_layout: bool = False,
+        follows_layout: bool | None = False,
     ) -> None:
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -82,7 +89,7 @@ class ContextParallelAttention(MegatronModule):
         for name in ("qk_clip", "log_max_attention_logit"):
             if getattr(config, name, False):
                 raise UsageError(f"{name}: needs the largest score, which is not kept; leave it out")
-        if k_channels and not follows_layout:
+        if k_channels and follows_layout is False:
             raise UsageError("--multi-latent-attention: works with integration.megatron_lm only")
         if k_channels and config.apply_rope_fusion:
             raise UsageError("--multi-latent-attention: its fused RoPE supports only zigzag; give --no-rope-fusion")
@@ -129,6 +136,8 @@ class ContextParallelAttention(MegatronModule):
             given = f"--cp-layout {self.cp.layout}: the model's RoPE uses zigzag"
         elif not self.cp.in_rank_order:
             given = f"--cp-placement {PLACEMENTS[1]}: the model's RoPE has the chunks in the order of the ranks"
+        if given and self.follows_layout is None:
+            raise UsageError(f"--cp-layout {self.cp.layout}: a model with its own forward {IN_ZIGZAG}")
         if given:
             raise UsageError(f"{given}; call use_layout(model, cp) first")
 

@@ -34,6 +34,20 @@ class ContextParallelTrainer(Trainer):
     cp_strategy = "mesh"
     cp: ContextParallel | None = None
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Refuses a trainer with its own training step that does not shard the batch. The Trainer calls it.
+
+        Raises:
+            UsageError: each rank computed whole sequences.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if self.cp is None:
+            kinds = [kind for kind in type(self).__mro__ if "training_step" in vars(kind)]
+            raise UsageError(
+                f"{kinds[1].__name__}: does not shard its batches; use Trainer or SFTTrainer, or cp_size=1"
+            )
+        return loss
+
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor | Any]
     ) -> tuple[Callable, dict[str, Tensor | Any]]:

@@ -146,6 +146,8 @@ def _take_documents(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any])
     """Checks a batch, and keeps its placed documents for the attention of this call. Models have no such input."""
     if attention_of(model.config) != NAME:  # its attention was changed since
         return None
+    if model not in _registered:  # a deep copy, or unpickled: the hooks came along
+        raise UsageError(f"{type(model).__name__}: a copy of a model that was registered; call register(cp, model)")
     _check_batch(model, args, kwargs)
     others = dict(kwargs)
     if "documents" in others:
@@ -154,7 +156,8 @@ def _take_documents(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any])
 
 
 def _forget_documents(model: PreTrainedModel, *_: object) -> None:
-    _placed.pop(_registered[model], None)
+    if model in _registered:
+        _placed.pop(_registered[model], None)
 
 
 def _check_batch(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> None:

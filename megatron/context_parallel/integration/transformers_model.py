@@ -62,6 +62,10 @@ def check_adapters(model: PreTrainedModel) -> None:
             raise UsageError("alora_invocation_tokens: looked for among the tokens of a rank only; leave them out")
         if getattr(adapter, "layer_replication", None):
             raise UsageError("layer_replication: copied layers keep the attention of the model; leave it out")
+        velora = getattr(adapter, "velora_config", None)
+        if velora and velora.init_type != "random":
+            why = "its projection is the mean over the tokens of a rank; give init_type='random'"
+            raise UsageError(f"velora_config: {why}")
         if adapter.peft_type in _MIXING_ADAPTERS:
             kind = str(adapter.peft_type.value)
             raise UsageError(f"peft's {kind}: computes across the tokens of a rank only; use another, such as LoRA")
