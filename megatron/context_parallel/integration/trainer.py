@@ -44,7 +44,8 @@ class ContextParallelTrainer(Trainer):
         if self.cp is None:
             kinds = [kind for kind in type(self).__mro__ if "training_step" in vars(kind)]
             raise UsageError(
-                f"{kinds[1].__name__}: does not shard its batches; use Trainer or SFTTrainer, or cp_size=1"
+                f"{kinds[1].__name__}: does not shard its batches; use Trainer or SFTTrainer, or leave "
+                "ContextParallelTrainer out"
             )
         return loss
 
