@@ -44,6 +44,7 @@ class T(StrEnum):
 PLACEMENTS = ("head-first", "context-first")  # whether ranks that share tokens or ranks that share heads are neighbours
 OF_KEYS = (T.KV, T.DKV)
 PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # accumulated by Attend, merged when received, moved (not copied) when sent
+SWAPS = "heads"  # the channel of head swaps
 IN_FLIGHT = 2  # batches of one channel in flight before a rank waits for the oldest; limits memory
 
 
@@ -158,7 +159,7 @@ class SwapHeads:
 
     tensors: tuple[T, ...]
     size: int
-    channel: str = "heads"
+    channel: str = SWAPS
 
 
 Message = Send | Recv

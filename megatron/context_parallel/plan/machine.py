@@ -231,6 +231,10 @@ class Machine:
                 yield Block(s, attend, turn)
             if step.attend:
                 yield from meanwhile
+        for (q_chunks, kv_chunks), done in begun.items():
+            end = first + len(self.plan.steps[r])
+            which = f"block of query chunks {q_chunks} and key chunks {kv_chunks}"
+            raise PlanError(f"rank {r}, step {end}: {which} ends with {done} of the heads; compute the rest")
         yield from meanwhile
 
     def _receive(self, r: int, s: int, key: Key, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:

@@ -113,10 +113,11 @@ class TorchTransport:
 
     def _group(self, channel: str, members: Group) -> dist.ProcessGroup:
         if (channel, members) not in self._groups:
-            raise PlanError(
-                f"channel {channel!r} of ranks {list(members)}: no communicator; declare the channel where the "
-                f"strategy is registered; declared are {sorted({c for c, _ in self._groups})}"
-            )
+            declared = sorted({c for c, _ in self._groups})
+            advice = f"declare the channel where the strategy is registered; declared are {declared}"
+            if channel in declared:
+                advice = "give a collective the groups that it has without a window and documents"
+            raise PlanError(f"channel {channel!r} of ranks {list(members)}: no communicator; {advice}")
         return self._groups[channel, members]
 
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
