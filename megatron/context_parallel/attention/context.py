@@ -60,7 +60,7 @@ class Ranks(HasHandle, ABC):
         return self.chunks == [*range(self.n)]
 
     def compare(self, placement: Placement) -> None:
-        """Check that all ranks have the same placement of a batch; they call it together.
+        """Checks that all ranks have the same placement of a batch; they call it together.
 
         Raises:
             UsageError: a rank has another one.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import Option, divisors, options_of
 from megatron.context_parallel.plan.form import wrong_block
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, PlanError, Step, Steps, T
+from megatron.context_parallel.plan.ir import PLACEMENTS, Attend, Plan, PlanError, Step, Steps, T
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
 
@@ -204,11 +204,7 @@ class Strategy:
             if not isinstance(step, Step) or not isinstance(step.attend, tuple):
                 steps.append(step)  # `verify` says what is wrong with it
                 continue
-            blocks = tuple(
-                block
-                for block in step.attend
-                if wrong_block(block, n) or visible_pairs.any(block.q_chunks, block.kv_chunks)
-            )
+            blocks = tuple(block for block in step.attend if _is_left(block, visible_pairs))
             if step.comm or blocks:
                 steps.append(step if len(blocks) == len(step.attend) else Step(step.comm, blocks))
         return tuple(steps)
@@ -231,6 +227,13 @@ class Strategy:
                 f"{', '.join(map(str, fits))} can; give {give}--cp-head-parallel-size {best}"
             )
         return size
+
+
+def _is_left(block: Attend, visible_pairs: Pairs) -> bool:
+    """Whether a block stays in a plan: it computes something, or is malformed, so that `verify` says why."""
+    if isinstance(block, Attend) and () in (block.q_chunks, block.kv_chunks):
+        return False
+    return bool(wrong_block(block, visible_pairs.n)) or visible_pairs.any(block.q_chunks, block.kv_chunks)
 
 
 def _check_rounds(rounds: int, size: int, heads: int | None, kv_heads: int | None) -> None:
