@@ -102,8 +102,9 @@ def _wrong_collective(op: Collective, kind: str, r: int, n: int) -> str:
 
 
 def _ascending(heads: object) -> bool:
-    numbers = isinstance(heads, tuple) and len(heads) == 2 and all(type(share) in (int, float) for share in heads)
-    return numbers and 0 <= heads[0] < heads[1] <= 1
+    if not isinstance(heads, tuple) or [type(share) in (int, float) for share in heads] != [True, True]:
+        return False
+    return 0 <= heads[0] < heads[1] <= 1
 
 
 def _below(x: object, n: int) -> bool:
