@@ -61,7 +61,7 @@ class Option:
         except (ValueError, KeyError):
             good = False
         if not good:
-            raise self._refusal(given, n)
+            raise UsageError(f"{self.option} {self.refusal(given, n)}")
         return found
 
     def fits(self, value: Any) -> bool:
@@ -102,18 +102,19 @@ class Option:
             return self.option if value else self.option.replace("--", "--no-", 1)
         return f"{self.option} {show(value)}"
 
-    def _refusal(self, value: object, n: int | None) -> UsageError:
-        refused = f"{self.option} {show(value)}"
+    def refusal(self, value: object, n: int | None = None) -> str:
+        """A value that does not fit, and what would. With n ranks, an example of a grid fits them."""
+        refused = show(value)
         if self.choices:
             closest = get_close_matches(str(value), self.choices, 8, cutoff=0)
-            return UsageError(f"{refused}: unknown; choose {' or '.join(closest)}")
+            return f"{refused}: unknown; choose {' or '.join(closest)}"
         if self.kind is bool:
-            return UsageError(f"{refused}: give true or false")
+            return f"{refused}: give true or false"
         needs = {int: f"a whole number, {self.bounds}", float: f"a number, {self.bounds}", Grid: "two whole numbers"}
         rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0) if n else 0
         example = (rows, n // rows) if n and self.kind == Grid else self.example
         such = "" if example is None else f", such as {show(example)}"
-        return UsageError(f"{refused}: need {needs.get(self.kind, 'a text')}{such}")
+        return f"{refused}: need {needs.get(self.kind, 'a text')}{such}"
 
 
 def divisors(n: int) -> list[int]:
@@ -163,7 +164,10 @@ def options_of(function: Callable) -> dict[str, Option]:
                 f"{name}: declare the option {parameter.name} after a `*`, with a type and a default, such as "
                 f'{parameter.name}: Annotated[int, Option("its meaning")] = 1'
             )
-        found[parameter.name] = replace(declared, name=parameter.name, kind=kind, default=parameter.default)
+        option = replace(declared, name=parameter.name, kind=kind, default=parameter.default)
+        if option.default is not None and not option.fits(option.default):
+            raise UsageError(f"{name}: the default of the option {option.name}: {option.refusal(option.default)}")
+        found[option.name] = option
     return found
 
 

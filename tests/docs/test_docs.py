@@ -97,6 +97,12 @@ def test_strategies_of_installed_packages_are_found(tmp_path):
         [sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": path}, check=True
     )
     assert {"tokenring", "skipring"} <= {*done.stdout.split()}
+    (tmp_path / "my_strategies.py").write_text("1 / 0")
+    failed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={"PYTHONPATH": path})
+    assert failed.stderr.splitlines()[-1] == (
+        "megatron.context_parallel.errors.UsageError: strategy tokenring of the installed package my-strategies: "
+        "my_strategies cannot be imported (ZeroDivisionError: division by zero); repair or uninstall the package"
+    )
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -15,10 +15,16 @@ MALFORMED = {
     "a chunk there is not": (Step(attend=(Attend((0,), (0, 4)),)), r"key/value chunks \(0, 4\) of a block; .* below 4"),
     "a chunk twice": (Step(attend=(Attend((0, 0), (0,)),)), r"query chunks \(0, 0\) of a block"),
     "heads in disorder": (Step(attend=(Attend((0,), (0,), (0.5, 0.5)),)), r"heads \(0.5, 0.5\) of a block; need two"),
+    "heads that are one number": (Step(attend=(Attend((0,), (0,), 0.5),)), r"heads 0.5 of a block; need two"),
+    "heads that are three": (Step(attend=(Attend((0,), (0,), (0, 0.5, 1)),)), r"heads \(0, 0.5, 1\) of a block; need"),
+    "heads that are texts": (Step(attend=(Attend((0,), (0,), ("0", "1")),)), r"heads \('0', '1'\) of a block; need"),
+    "a list of heads": (Step(attend=(Attend((0,), (0,), [0, 1]),)), r"heads \[0, 1\] of a block; need two"),
     "chunk out of range": (Step((Send(T.KV, 4, 1),)), r"Send of KV chunk 4; need a chunk below 4"),
     "itself for a peer": (Step((Send(T.KV, 0, 0),)), r"Send of KV chunk 0 has peer 0"),
-    "a tensor of the other pass": (Step((Send(T.DQ, 0, 1),)), r"Send of DQ, which is not sent in this pass; need"),
-    "a string for a tensor": (Step((Send("KV", 0, 1),)), r"Send of KV, which is not sent"),
+    "a tensor of the other pass": (
+        Step((Send(T.DQ, 0, 1),)), r"Send of T.DQ, which is not sent in this pass; need T.KV, T.O, T.Q$",
+    ),
+    "a string for a tensor": (Step((Send("KV", 0, 1),)), r"Send of 'KV', which is not sent in this pass; need T.KV, "),
     "an undeclared channel": (
         Step((Send(T.KV, 0, 1, "x"),)),
         r"Send of KV chunk 0 on channel 'x', which is not one of \('ring',\); declare it",

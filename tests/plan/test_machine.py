@@ -122,6 +122,11 @@ WRONG = {
         (Step((Recv(T.O, 0, 0),)),),
         "rank 0, step 1: O chunk 0 is sent with a part of the heads of a block",
     ),
+    "a part of the heads left": (
+        (Step(attend=(HALF,)),),
+        (Step(),),
+        r"rank 0, step 1: block of query chunks \(0,\) and key chunks \(0,\) ends with 0.5 of the heads; compute .*",
+    ),
     "received twice": (
         (Step((Recv(*KV1, 1), Recv(*KV1, 1))), attend((0, 1))),
         (Step((Send(*KV1, 0), Send(*KV1, 0))),),

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError
 from megatron.context_parallel.attention import plans as plans_of_masks
@@ -12,6 +13,7 @@ from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.strategies import Pass
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
+from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 from tests.campaigns.plan_mutations import run as run_changed
@@ -287,6 +289,21 @@ def test_a_strategy_makes_and_verifies_each_plan_once(monkeypatch):
     for _ in range(2):
         plans = [ranks.plans.of(mask, (64, 64), 4, 2, backward=backward) for backward in (False, True)]
     assert made == plans and plans[0] is ranks.plans.of(Mask(), (128, 128), 4, 2, backward=False)
+
+
+@pytest.mark.parametrize("spec,verified", [("ring", 2), ("ring+own", 3), ("own", 4)])
+def test_plans_for_documents_are_verified_if_the_strategy_of_the_pass_is_a_users(spec, verified, monkeypatch):
+    """Of two batches."""
+    made = []
+    monkeypatch.setattr(plans_of_masks, "verify", lambda plan: made.append(plan))
+    ring = STRATEGIES["ring"]
+    monkeypatch.setitem(STRATEGIES, "own", replace(ring, name="own", write=lambda at: ring.write(at)))
+    ranks = AllRanks(4, spec, "zigzag")
+    for length in (20, 30):
+        mask = Mask(documents=Documents(torch.arange(64) // length))
+        for backward in (False, True):
+            ranks.plans.of(mask, (64, 64), 4, 2, backward=backward)
+    assert len(made) == verified
 
 
 def test_changed_plans_are_refused_or_right():

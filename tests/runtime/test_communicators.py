@@ -15,8 +15,9 @@ import torch.distributed as dist
 from megatron.context_parallel import STRATEGIES, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.patches.torch_process_groups import timeout_of
-from megatron.context_parallel.plan.ir import PLACEMENTS, PlanError
-from megatron.context_parallel.strategies import parse_spec
+from megatron.context_parallel.plan.ir import PLACEMENTS, AllGather, Attend, PlanError, ReduceScatter, Step, T
+from megatron.context_parallel.plan.verify import verify
+from megatron.context_parallel.strategies import Pass, parse_spec, register
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from tests.support.exact import DIM, gradients
 
@@ -190,6 +191,37 @@ def test_a_rank_given_something_else_is_named(ranks, two, named):
     assert len(set(lines)) == 1
     assert "ranks 0, 1: --cp-strategy mesh:grid=1x3;" in lines[0]
     assert lines[0].endswith(named)
+
+
+def _other_code() -> str | None:
+    """Each rank computes the queries of all with one chunk of keys, and rank 1 of 2 believes that it is the first."""
+    first = dist.get_rank()
+
+    def split(at: Pass):
+        everyone = tuple(range(at.n))
+        yield Step((AllGather(T.KV, everyone, everyone), AllGather(at.query, everyone, everyone)))
+        yield Step((), (Attend(everyone, ((at.rank + first) % at.n,)),))
+        yield Step((ReduceScatter(at.result, everyone, everyone),))
+        if at.backward:
+            yield Step((ReduceScatter(T.DKV, everyone, everyone),))
+
+    strategy = register("split", ("zigzag",), ("gather",))(split)
+    try:
+        verify(strategy.plan(2))
+        return refusal("split")
+    finally:
+        del STRATEGIES["split"]
+
+
+def test_ranks_whose_strategies_have_other_code_are_told(ranks):
+    """Each of their plans is right, and together they compute something else."""
+    for told in ranks(2, _other_code):
+        assert re.fullmatch(
+            "the ranks of a context group need the same strategy, layout and options: "
+            "rank 0: --cp-strategy split with code that writes the plans [0-9a-f]{8}; "
+            "rank 1: --cp-strategy split with code that writes the plans [0-9a-f]{8}",
+            told,
+        )
 
 
 def _outside() -> str | None:

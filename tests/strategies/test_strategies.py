@@ -2,6 +2,7 @@
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,8 @@ import pytest
 
 from megatron.context_parallel import STRATEGIES, AllRanks, UsageError
 from megatron.context_parallel.commands.plan import main as plan_tool
-from megatron.context_parallel.plan.ir import Attend, Recv, Send, Step, T
+from megatron.context_parallel.plan.ir import Attend, PlanError, Recv, Send, Step, T
+from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.strategies import Option, Pass, Ring, parse_spec, register
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -89,6 +91,83 @@ def test_what_declares_no_strategy_is_refused(name, layouts, function, message):
         register(name, layouts)(function)
     one_line(refused, message)
     assert before == STRATEGIES
+
+
+@pytest.mark.parametrize(
+    "name,arguments,message",
+    [
+        ("a:b", {}, "strategy 'a:b': need a name of letters, digits, _ and -, such as my_ring"),
+        ("auto", {}, "strategy 'auto': need a name"),
+        ("", {}, "strategy '': need a name"),
+        ("own.py", {}, "strategy 'own.py': need a name"),
+        ("own", {"layouts": "zigzag"}, "strategy own: layouts 'zigzag', not a tuple; choose among contiguous, zigzag"),
+        ("own", {"channels": "ring"}, "strategy own: channels 'ring'; give a tuple of names, such as (\"ring\",)"),
+        ("own", {"channels": ("ring", "")}, "strategy own: channels ('ring', ''); give a tuple of names"),
+        ("own", {"channels": ("heads",)}, "strategy own: channel heads: head swaps use it; choose another name"),
+        ("own", {"head_parallel": "some"}, "strategy own: head_parallel 'some'; choose optional, required or all"),
+        ("own", {"period": 0}, "strategy own: period 0; give a number of ranks, such as 1, or a function"),
+        ("own", {"period": True}, "strategy own: period True; give a number of ranks"),
+    ],
+)
+def test_wrong_arguments_of_register_are_refused(name, arguments, message):
+    with pytest.raises(UsageError) as refused:
+        register(name, **{"layouts": ("zigzag",), **arguments})(lambda at: ())
+    one_line(refused, message)
+
+
+def common_name(at: Pass, *, layout: Annotated[str, Option("its own")] = "x"):
+    yield Step()
+
+
+def wrong_default(at: Pass, *, hops: Annotated[int, Option("how far", example=2)] = 0):
+    yield Step()
+
+
+@pytest.mark.parametrize(
+    "function,message",
+    [
+        (common_name, "strategy own: option layout: every strategy has it; choose another name"),
+        (wrong_default, "wrong_default: the default of the option hops: 0: need a whole number, 1 or more, such as 2"),
+    ],
+)
+def test_options_that_nobody_could_give_are_refused(function, message):
+    with pytest.raises(UsageError) as refused:
+        register("own", ("zigzag",))(function)
+    one_line(refused, message)
+
+
+def endless(at: Pass):
+    while True:
+        yield Step()
+
+
+@pytest.mark.parametrize(
+    "write,message",
+    [
+        (lambda at: None, r"strategy own: its function returns None; yield each Step"),
+        (lambda at: [None], r"rank 0, step 0: None is not a Step"),
+        (lambda at: [((), ())], r"rank 0, step 0: \(\(\), \(\)\) is not a Step"),
+        (lambda at: [Step((), Attend((0,), (0,)))], r"rank 0, step 0: Step\(.*\) is not a Step with a tuple of"),
+        (lambda at: [Step((), (Attend(0, 0),))], r"rank 0, step 0: query chunks 0 of a block; need a tuple"),
+        (lambda at: [Step((), (Attend((at.rank,), (at.rank - 1,)),))], r"rank 0, step 0: key/value chunks \(-1,\)"),
+        (lambda at: [Step((), (Attend((at.rank,), (at.n,)),))], r"rank 0, step 0: key/value chunks \(2,\)"),
+        (endless, r"rank 0: own yields more than 50 steps; end its loop$"),
+    ],
+)
+def test_what_a_strategy_yields_is_checked_before_empty_blocks_are_left_out(write, message, monkeypatch):
+    monkeypatch.setattr("megatron.context_parallel.strategies.registry.MOST_STEPS", 50)
+    own = replace(STRATEGIES["ring"], name="own", write=write)
+    with pytest.raises((PlanError, UsageError), match=message):
+        verify(own.plan(2))
+
+
+def test_a_period_that_does_not_divide_the_ranks_is_not_used():
+    ring = STRATEGIES["ring"]
+    assert [replace(ring, period=4).plan(n).period for n in (2, 4, 6, 8)] == [4, 4, None, 4]
+    for declared in (0, 1.0, (2, 3), (3, 2), (2, 0)):
+        with pytest.raises(UsageError, match=r"strategy ring: period .* on 4 ranks; give 1 or more, or None"):
+            replace(ring, period=lambda at, declared=declared: declared).plan(4)
+    assert replace(ring, period=lambda at: (2, 2)).plan(4).width == 2
 
 
 # -- named by specs -------------------------------------------------------------------------------------------

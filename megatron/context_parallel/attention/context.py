@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Plan
-from megatron.context_parallel.runtime.comm.communicators import joined
+from megatron.context_parallel.runtime.comm.communicators import joined, meet
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import (
     LocalTransport,
@@ -60,7 +60,7 @@ class Ranks(HasHandle, ABC):
         return self.chunks == [*range(self.n)]
 
     def compare(self, placement: Placement) -> None:
-        """Check that all ranks have the same placement of a batch; they call it together.
+        """Checks that all ranks have the same placement of a batch; they call it together.
 
         Raises:
             UsageError: a rank has another one.
@@ -107,7 +107,8 @@ class ContextParallel(Ranks):
 
     Raises:
         UsageError: the strategy is unknown, or does not support the layout or an option; there is no process group, or
-            this rank is not in it; a rank of the group has other arguments, or did not join within the group's timeout.
+            this rank is not in it; a rank of the group has other arguments or another code of the strategy, or did not
+            join within the group's timeout.
     """
 
     def __init__(
@@ -126,6 +127,8 @@ class ContextParallel(Ranks):
         self.group, self.rank = group, dist.get_rank(group)
         self.local_ranks = (self.rank,)
         self.chunk = self.chunks[self.rank]
+        if digest := self.plans.digest():
+            meet(group, f"--cp-strategy {self.choice.spec} with code that writes the plans {digest}")
         plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
         plans += [self.choice.plan(self.n, causal=False, backward=backward) for backward in (False, True)]

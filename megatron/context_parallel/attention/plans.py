@@ -1,5 +1,6 @@
 """The plans of a strategy, and the blocks of a mask. Each is created once and cached while it is in use."""
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,8 +64,7 @@ class Plans:
             plan = self.choice.plan(
                 self.n, visible_pairs=visible_pairs, backward=backward, heads=heads, kv_heads=kv_heads
             )
-            if plan.n <= ALL_RANKS_UP_TO and self._is_to_be_verified(mask, backward):
-                verify(plan)
+            self._verify_once(plan, mask)
             if not in_order:
                 plan = replace(plan, token_rounds=1)
             return _placed(plan) if placed else plan
@@ -73,14 +73,28 @@ class Plans:
         in_order = mask.causal and mask.documents is None and lengths[0] == lengths[1]
         return self.cached(("plan", visible_pairs, placed, in_order, heads, kv_heads, backward), make)
 
-    def _is_to_be_verified(self, mask: Mask, backward: bool) -> bool:
-        """Each batch of documents has its own plans. Of this package's strategies only the first ones are verified."""
-        if mask.documents is None or not self.choice.strategy.of_package:
-            return True
-        kind = placement_of(mask.documents) is not None, backward
-        is_first = kind not in self._verified_for_documents
-        self._verified_for_documents.add(kind)
-        return is_first
+    def _verify_once(self, plan: Plan, mask: Mask) -> None:
+        """Verifies a new plan. Of those for documents, only the first ones if the strategy is of this package."""
+        if plan.n > ALL_RANKS_UP_TO:
+            return
+        if mask.documents is not None and self.choice.of_pass(plan.backward).strategy.of_package:
+            kind = placement_of(mask.documents) is not None, plan.backward
+            if kind in self._verified_for_documents:
+                return
+            self._verified_for_documents.add(kind)
+        verify(plan)
+
+    def digest(self) -> str | None:
+        """A digest of what all ranks do, without documents and windows; None if this package wrote it.
+
+        The code of other strategies may differ between the ranks.
+        """
+        passes = False, True
+        own = all(self.choice.of_pass(backward).strategy.of_package for backward in passes)
+        if own or self.steps_on > ALL_RANKS_UP_TO:
+            return None
+        plans = [self.choice.plan(self.n, causal=causal, backward=back) for causal in passes for back in passes]
+        return hashlib.sha256(repr([[*plan.steps] for plan in plans]).encode()).hexdigest()[:8]
 
     def full(self, heads: int, kv_heads: int) -> Plan:
         """The plan of a forward pass in which every chunk may see every chunk, for chunks with any rows."""

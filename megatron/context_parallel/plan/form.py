@@ -34,7 +34,7 @@ def _wrong(step: object, r: int, n: int, travels: frozenset[T]) -> str:
     if not isinstance(step, Step) or not isinstance(step.comm, tuple) or not isinstance(step.attend, tuple):
         return f"{step!r} is not a Step with a tuple of operations and a tuple of blocks"
     for attend in step.attend:
-        if wrong := _wrong_attend(attend, n):
+        if wrong := wrong_block(attend, n):
             return wrong
     for op in step.comm:
         if wrong := _wrong_comm(op, r, n, travels):
@@ -58,13 +58,14 @@ def _undeclared(step: Step, channels: tuple[str, ...]) -> str:
     return ""
 
 
-def _wrong_attend(attend: object, n: int) -> str:
+def wrong_block(attend: object, n: int) -> str:
+    """What is wrong with the form of a block among n chunks; nothing if it is well formed."""
     if not isinstance(attend, Attend):
         return f"{attend!r} is not a block"
     for what, chunks in (("query", attend.q_chunks), ("key/value", attend.kv_chunks)):
         if not _distinct(chunks, n) or not chunks:
             return f"{what} chunks {chunks!r} of a block; need a tuple of distinct chunks, each below {n}"
-    if not 0 <= attend.heads[0] < attend.heads[1] <= 1:
+    if not _ascending(attend.heads):
         return f"heads {attend.heads!r} of a block; need two ascending shares, such as (0.0, 0.5)"
     return ""
 
@@ -74,7 +75,8 @@ def _wrong_comm(op: object, r: int, n: int, travels: frozenset[T]) -> str:
         return f"{op!r} is not an operation"
     kind = type(op).__name__
     if not isinstance(op.tensor, T) or op.tensor not in travels:
-        return f"{kind} of {op.tensor}, which is not sent in this pass; need one of {', '.join(sorted(travels))}"
+        given = f"T.{op.tensor}" if isinstance(op.tensor, T) else repr(op.tensor)
+        return f"{kind} of {given}, which is not sent in this pass; need T.{', T.'.join(sorted(travels))}"
     if not isinstance(op.channel, str) or not op.channel:
         return f"{kind} of {op.tensor} on channel {op.channel!r}; need a name"
     if isinstance(op, Collective):
@@ -97,6 +99,12 @@ def _wrong_collective(op: Collective, kind: str, r: int, n: int) -> str:
     if not _distinct(op.chunks, n) or len(op.chunks) != len(op.group):
         return f"{what}: chunks {op.chunks!r}; need a tuple of as many distinct chunks, each below {n}"
     return ""
+
+
+def _ascending(heads: object) -> bool:
+    if not isinstance(heads, tuple) or [type(share) in (int, float) for share in heads] != [True, True]:
+        return False
+    return 0 <= heads[0] < heads[1] <= 1
 
 
 def _below(x: object, n: int) -> bool:

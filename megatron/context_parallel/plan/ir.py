@@ -44,6 +44,7 @@ class T(StrEnum):
 PLACEMENTS = ("head-first", "context-first")  # whether ranks that share tokens or ranks that share heads are neighbours
 OF_KEYS = (T.KV, T.DKV)
 PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # accumulated by Attend, merged when received, moved (not copied) when sent
+SWAPS = "heads"  # the channel of head swaps
 IN_FLIGHT = 2  # batches of one channel in flight before a rank waits for the oldest; limits memory
 
 
@@ -154,11 +155,15 @@ class SwapHeads:
     """Each rank of a head group swaps its chunk of all heads for the group's chunks of a part of the heads, or back.
 
     It is not part of a step. Each round of a head-parallel attention begins and ends with one.
+
+    Attributes:
+        tensors: what is swapped.
+        size: the number of ranks of a head group.
     """
 
     tensors: tuple[T, ...]
     size: int
-    channel: str = "heads"
+    channel: str = SWAPS
 
 
 Message = Send | Recv
@@ -187,6 +192,7 @@ class Attend:
     """One block: query chunks against key/value chunks. Its results are merged into the local partials.
 
     Attributes:
+        q_chunks, kv_chunks: the chunks. All pairs of them that the mask leaves are computed.
         heads: the part of the heads that it computes, from one share of them to another, rounded to whole key/value
             heads. The parts of a block follow each other, from 0 to 1, and its partials are not sent between them.
     """
@@ -216,7 +222,12 @@ class Attend:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Some communication, and blocks that are computed while it runs."""
+    """Some communication, and blocks that are computed while it runs.
+
+    Attributes:
+        comm: the operations. All of them are launched before the first block is computed.
+        attend: the blocks, in the order in which they are computed.
+    """
 
     comm: tuple[Comm, ...] = ()
     attend: tuple[Attend, ...] = ()
@@ -325,7 +336,10 @@ class Plan:
         return (2 * self.range_of(turn) + 1) / self.token_rounds**2 if self.token_rounds > 1 else 1.0
 
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
-        """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas."""
+        """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas.
+
+        `Pass.kv_ratio` is that of the model, without replicas.
+        """
         return max(kv_heads, self.head_parts) / heads
 
     @property
@@ -396,10 +410,12 @@ class Plan:
 
     @property
     def starts(self) -> tuple[T, T]:
+        """The tensors of its own chunk that a rank has before the steps."""
         return (T.QDO, T.KV) if self.backward else (T.Q, T.KV)
 
     @property
     def ends(self) -> tuple[T, ...]:
+        """The results of its own chunk that a rank has after the steps."""
         return (T.DQ, T.DKV) if self.backward else (T.O,)
 
 

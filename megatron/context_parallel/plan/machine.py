@@ -40,7 +40,12 @@ from .ir import (
 
 
 class Operation:
-    """One operation with all participating ranks, and the contribution of each."""
+    """One operation with all participating ranks, and the contribution of each.
+
+    Attributes:
+        label: kind, tensor and chunks. The ends of an operation must have the same.
+        parties: the batches and operations of the ranks that have launched it; `parties_needed`: how many it needs.
+    """
 
     __slots__ = ("contributions", "label", "parties", "parties_needed", "started")
 
@@ -231,6 +236,10 @@ class Machine:
                 yield Block(s, attend, turn)
             if step.attend:
                 yield from meanwhile
+        for (q_chunks, kv_chunks), done in begun.items():
+            end = first + len(self.plan.steps[r])
+            which = f"block of query chunks {q_chunks} and key chunks {kv_chunks}"
+            raise PlanError(f"rank {r}, step {end}: {which} ends with {done} of the heads; compute the rest")
         yield from meanwhile
 
     def _receive(self, r: int, s: int, key: Key, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:
@@ -328,7 +337,7 @@ class Machine:
     def _gather(self, batch: CommBatch, op: Collective) -> Operation:
         """This collective: the next of its group on the channel."""
         r, shift = batch.rank, self.shift
-        group, by = self._first(op.group)
+        group, by = self._representative(op.group)
         queue = self.collectives[group, op.channel]
         label = type(op).__name__, op.tensor, tuple(shift.moved(chunk, by) for chunk in op.chunks)
         number = queue.launched.get(r, 0)
@@ -344,13 +353,13 @@ class Machine:
         return operation
 
     def _mismatch(self, batch: CommBatch, op: Comm, label: tuple, operation: Operation) -> NoReturn:
-        first, _ = operation.parties[0]
+        other, _ = operation.parties[0]
         raise PlanError(
             f"rank {batch.rank}, step {batch.step}: {say_operation(label)} on channel {op.channel} meets "
-            f"{say_operation(operation.label)} of rank {first.rank}, step {first.step}"
+            f"{say_operation(operation.label)} of rank {other.rank}, step {other.step}"
         )
 
-    def _first(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    def _representative(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
         """The first of the groups that are moved by multiples of the period, and the move."""
         if group not in self.groups:
             moved = []

@@ -18,7 +18,12 @@ Rank = tuple[int, int]  # group, and rank in the steps
 
 
 class Span(NamedTuple):
-    """An interval on a rank: a block (`channel` empty), a batch of a channel, or a head swap."""
+    """An interval on a rank: a block (`channel` empty), a batch of a channel, or a head swap.
+
+    Attributes:
+        step: its number; with several rounds they go on counting.
+        what: the block, the operations of the batch, or the swap.
+    """
 
     rank: int
     step: int

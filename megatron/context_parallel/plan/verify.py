@@ -52,7 +52,8 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
     for r, held in enumerate(run.held):
         for tensor, chunk in held:
             if tensor in PARTIAL and chunk != r:
-                raise PlanError(f"rank {r}, step {len(plan.steps[r])}: partial {tensor} chunk {chunk} is never sent")
+                what = f"partial {tensor} chunk {chunk} is never sent to its owner, rank {chunk}"
+                raise PlanError(f"rank {r}, step {len(plan.steps[r])}: {what}")
         for tensor in plan.ends:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
         if plan.visible_pairs.full:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.patches.torch_foreach import copy_each
-from megatron.context_parallel.plan.ir import Plan
+from megatron.context_parallel.plan.ir import SWAPS, Plan
 from megatron.context_parallel.tokens.layout import rows_in
 
 from .comm.transport import Program, Subgroup, Transport, Work
@@ -113,7 +113,7 @@ class HeadGroup:
 
         if self.plan.turns == 1:  # otherwise the copies would take memory while another round is computed
             copy_own()
-        return StartedSwap(marks.batch("heads", (self.plan.before[0],), work), land)
+        return StartedSwap(marks.batch(SWAPS, (self.plan.before[0],), work), land)
 
     def to_chunks(self, tensors: Sequence[Tensor], into: list[Tensor]) -> StartedSwap:
         """The inverse of `to_heads`: swaps [s * size, b, h, ...] for `into`, each [s, b, size, h, ...]."""
@@ -128,11 +128,11 @@ class HeadGroup:
             _copy(_reversed(self._by_heads(received_parts, chunks)))
             return into
 
-        return StartedSwap(marks.batch("heads", (self.plan.after[0],), work), land)
+        return StartedSwap(marks.batch(SWAPS, (self.plan.after[0],), work), land)
 
     def _trade(self, sent: Tensor, received: Tensor) -> Work:
         """Starts the messages of a swap; with several rounds so that they travel while this rank computes."""
-        return self.transport.trade("heads", self.members, sent, received, at_once=self.plan.turns > 1)
+        return self.transport.trade(SWAPS, self.members, sent, received, at_once=self.plan.turns > 1)
 
     def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
         """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""

@@ -37,7 +37,7 @@ def in_rounds(
     def enter(turn: int) -> Program[None]:
         if turn < plan.turns:
             arriving.append(group.to_heads([rows_of(plan, x, turn) for x in tensors], turn))
-        yield from ()
+        yield from ()  # a program like `leave`, but it waits for nothing
 
     def leave(turn: int, ending: Program[Results]) -> Program[None]:
         results = yield from ending

@@ -6,6 +6,7 @@ entry point names a module that registers them.
 
 from importlib.metadata import entry_points
 
+from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import Grid, Option
 
 from .allgather import allgather
@@ -52,5 +53,18 @@ __all__ = [
     "usp",
 ]
 
-for _entry in entry_points(group="megatron.context_parallel.strategies"):
-    _entry.load()
+
+def _load_installed() -> None:
+    """Imports the strategies of installed packages. Raises UsageError if one cannot be imported."""
+    for entry in entry_points(group="megatron.context_parallel.strategies"):
+        try:
+            entry.load()
+        except Exception as error:
+            package = entry.dist.name if entry.dist else entry.value
+            raise UsageError(
+                f"strategy {entry.name} of the installed package {package}: {entry.value} cannot be imported "
+                f"({type(error).__name__}: {error}); repair or uninstall the package"
+            ) from error
+
+
+_load_installed()

@@ -1,5 +1,6 @@
 """The declaration of a strategy: name, layouts, options, channels, and a function that yields the steps of one rank."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -7,9 +8,14 @@ from typing import Any, Literal
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import Option, divisors, options_of
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, Steps, T
+from megatron.context_parallel.plan.form import wrong_block
+from megatron.context_parallel.plan.ir import PLACEMENTS, Attend, Plan, PlanError, Step, Steps, T
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
-from megatron.context_parallel.tokens.layout import LAYOUTS, Chunks
+from megatron.context_parallel.tokens.layout import Chunks
+
+from .declaration import check_declaration
+
+MOST_STEPS = 100_000  # of a rank; a loop that does not end yields more
 
 
 @dataclass(frozen=True)
@@ -151,10 +157,12 @@ class Strategy:
         ratio = kv_heads / heads if heads and kv_heads else 1.0
         options = self.read(self.renamed(options), n)
         first = Pass(0, n // size, visible_pairs, backward, ratio)
-        next(iter(self.write(first, **options)), None)  # checks first, steps later
+        steps = self.write(first, **options)
+        if not isinstance(steps, Iterable):
+            raise UsageError(f"strategy {self.name}: its function returns {steps!r}; yield each Step")
+        next(iter(steps), None)  # checks first, steps later
         token_rounds = _checked_token_rounds(options.get("token_rounds", 1), size, layout, head_rounds)
-        declared = self.period(first, **options) if callable(self.period) else self.period
-        period, width = declared if isinstance(declared, tuple) else (declared, 1)
+        period, width = self._period(first, options)
         return Plan(
             self.name,
             layout,
@@ -171,13 +179,32 @@ class Strategy:
             token_rounds=token_rounds,
         )
 
+    def _period(self, first: Pass, options: dict[str, object]) -> tuple[int | None, int]:
+        """The declared period and width. A period that does not divide the ranks is none."""
+        declared = self.period(first, **options) if callable(self.period) else self.period
+        period, width = declared if isinstance(declared, tuple) else (declared, 1)
+        if period is None:
+            return None, 1
+        numbers = type(period) is int and type(width) is int and period > 0 and width > 0
+        if not numbers or (width > 1 and (width * width != first.n or period % width)):
+            raise UsageError(
+                f"strategy {self.name}: period {declared!r} on {first.n} ranks; give 1 or more, or None; with a width, "
+                "its square is the number of ranks, and the period a multiple of it"
+            )
+        return (None, 1) if period < first.n and first.n % period else (period, width)
+
     def _write(
         self, n: int, visible_pairs: Pairs, backward: bool, kv_ratio: float, options: dict[str, object], rank: int
     ) -> tuple[Step, ...]:
         """One rank's steps, without blocks that the mask empties and without empty steps."""
-        steps = []
-        for step in self.write(Pass(rank, n, visible_pairs, backward, kv_ratio), **options):
-            blocks = tuple(block for block in step.attend if visible_pairs.any(block.q_chunks, block.kv_chunks))
+        steps: list[Step] = []
+        for count, step in enumerate(self.write(Pass(rank, n, visible_pairs, backward, kv_ratio), **options)):
+            if count == MOST_STEPS:
+                raise PlanError(f"rank {rank}: {self.name} yields more than {MOST_STEPS} steps; end its loop")
+            if not isinstance(step, Step) or not isinstance(step.attend, tuple):
+                steps.append(step)  # `verify` says what is wrong with it
+                continue
+            blocks = tuple(block for block in step.attend if _is_left(block, visible_pairs))
             if step.comm or blocks:
                 steps.append(step if len(blocks) == len(step.attend) else Step(step.comm, blocks))
         return tuple(steps)
@@ -200,6 +227,13 @@ class Strategy:
                 f"{', '.join(map(str, fits))} can; give {give}--cp-head-parallel-size {best}"
             )
         return size
+
+
+def _is_left(block: Attend, visible_pairs: Pairs) -> bool:
+    """Whether a block stays in a plan: it computes something, or is malformed, so that `verify` says why."""
+    if isinstance(block, Attend) and () in (block.q_chunks, block.kv_chunks):
+        return False
+    return bool(wrong_block(block, visible_pairs.n)) or visible_pairs.any(block.q_chunks, block.kv_chunks)
 
 
 def _check_rounds(rounds: int, size: int, heads: int | None, kv_heads: int | None) -> None:
@@ -262,17 +296,19 @@ def register(
         period: as in `Strategy`.
 
     Raises:
-        UsageError: the name is taken, a layout is unknown, or the signature is not that of a strategy.
+        UsageError: the name is taken or no name, a layout is unknown, a channel is no name or that of head swaps,
+            another argument is not as in `Strategy`, or the signature is not that of a strategy.
     """
 
     def add(write: Callable[..., Iterable[Step]]) -> Strategy:
+        check_declaration(name, layouts, channels, head_parallel, period)
         if name in STRATEGIES:
             raise UsageError(f"strategy {name}: the name is taken; register it under another")
-        if not layouts or (unknown := [layout for layout in layouts if layout not in LAYOUTS]):
-            given = ", ".join(unknown) if layouts else "missing"
-            raise UsageError(f"strategy {name}: layouts {given}; choose among {', '.join(LAYOUTS)}")
         options = options_of(write)
-        STRATEGIES[name] = Strategy(name, tuple(layouts), write, options, channels, head_parallel, planned, period)
-        return STRATEGIES[name]
+        if taken := inspect.signature(Strategy.plan).parameters.keys() & options.keys():
+            raise UsageError(f"strategy {name}: option {min(taken)}: every strategy has it; choose another name")
+        strategy = Strategy(name, tuple(layouts), write, options, tuple(channels), head_parallel, planned, period)
+        STRATEGIES[name] = strategy
+        return strategy
 
     return add

@@ -15,7 +15,7 @@ from megatron.context_parallel.plan.ir import Attend, Comm, Step, T
 from .messages import Ring
 from .registry import Pass, register
 
-ChunkCount = Callable[[int], int]  # of the chunk that starts at a ring position: visited positions, or its number
+OfStart = Callable[[int], int]  # of the chunk that starts at a ring position: its number, or how many ranks it visits
 
 
 @register("ring", layouts=("zigzag", "cyclic", "contiguous"), period=1)
@@ -29,7 +29,7 @@ def ring(at: Pass) -> Iterator[Step]:
         yield Step(gradients(circle, at.n, stops, circle.rank))
 
 
-def keys(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Comm, ...]:
+def keys(circle: Ring, s: int, stops: OfStart, chunk: OfStart) -> tuple[Comm, ...]:
     """Step s of keys and values: each position sends on the chunk it computes with, which started s positions back."""
 
     def onward(place: int) -> int | None:
@@ -39,7 +39,7 @@ def keys(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Co
     return circle.shift(T.KV, onward)
 
 
-def gradients(circle: Ring, s: int, stops: ChunkCount, chunk: ChunkCount) -> tuple[Comm, ...]:
+def gradients(circle: Ring, s: int, stops: OfStart, chunk: OfStart) -> tuple[Comm, ...]:
     """Step s of their gradients: each position sends on the sum of step s-1, or returns it to its owner.
 
     The owner keeps its own contribution.

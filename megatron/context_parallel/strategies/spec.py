@@ -20,9 +20,8 @@ from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import LAYOUTS
 
+from .declaration import AUTO
 from .registry import STRATEGIES, Strategy
-
-AUTO = "auto"  # instead of a spec: the planner chooses
 
 # Options that every strategy has.
 COMMON = {
@@ -74,6 +73,10 @@ class Choice:
             options.pop("layout", None)
         own = ":".join(part for part in (self.source, self.strategy.name, _written(options)) if part)
         return f"{own}+{self.back.spec}" if self.back else own
+
+    def of_pass(self, backward: bool) -> "Choice":
+        """The choice for one pass."""
+        return self.back if backward and self.back else self
 
     def plan(
         self,

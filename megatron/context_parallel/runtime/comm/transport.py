@@ -66,7 +66,7 @@ class TorchTransport:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self._everyone = tuple(range(len(self.ranks)))
-        self._given = group
+        self._parent = group
         self._meeting = meet(group, given)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._known = WeakSet[Plan]()  # to `send_first`
@@ -78,10 +78,10 @@ class TorchTransport:
         for channel, members in sorted(communicators):
             if self.rank not in members:
                 continue
-            if members == self._everyone and self._given not in self._groups.values():
-                group = self._given
+            if members == self._everyone and self._parent not in self._groups.values():
+                group = self._parent
             else:
-                group = new_communicator(self._given, [self.ranks[m] for m in members], self._meeting, channel)
+                group = new_communicator(self._parent, [self.ranks[m] for m in members], self._meeting, channel)
             if self._nccl:  # NCCL must connect all ranks in its first call
                 dist.barrier(group, device_ids=[torch.cuda.current_device()])
             self._groups[channel, members] = group
@@ -113,10 +113,11 @@ class TorchTransport:
 
     def _group(self, channel: str, members: Group) -> dist.ProcessGroup:
         if (channel, members) not in self._groups:
-            raise PlanError(
-                f"channel {channel!r} of ranks {list(members)}: no communicator; declare the channel where the "
-                f"strategy is registered; declared are {sorted({c for c, _ in self._groups})}"
-            )
+            declared = sorted({c for c, _ in self._groups})
+            advice = f"declare the channel where the strategy is registered; declared are {declared}"
+            if channel in declared:
+                advice = "give a collective the groups that it has without a window and documents"
+            raise PlanError(f"channel {channel!r} of ranks {list(members)}: no communicator; {advice}")
         return self._groups[channel, members]
 
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
