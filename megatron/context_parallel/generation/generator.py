@@ -54,7 +54,7 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
     )
     length = min(length or positions, positions)
     waste = session.tables.n * session.tables.page
-    return Engine(session, tokenizer, _chunks(args, flags, session), length, waste)
+    return Engine(session, tokenizer, _chunks(args, flags, session).agreed(), length, waste)
 
 
 def _chunks(args: Arguments, flags: CacheFlags, session: Session) -> PrefillChunks:
@@ -73,15 +73,17 @@ def _chunks(args: Arguments, flags: CacheFlags, session: Session) -> PrefillChun
         session.constants,
         session.sizes.packed,
     )
-    return PrefillChunks.predicted(time, session.room()).agreed(session.device)
+    return PrefillChunks.predicted(time, session.room())
 
 
 def _warn_of_missing_end(args: Arguments, tokenizer: Tokenizer) -> None:
     if not (is_first_rank() and isinstance(tokenizer, HuggingFaceTokenizer)):
         return
     if (end := tokenizer.missing_end()) is not None:
-        why = f"its chat template writes {tokenizer.of_transformers.decode([end])!r} after an answer, which ends no text"
-        print(f"warning: --load {args.load}: {why}; add {end} to eos_token_id in generation_config.json", file=sys.stderr)
+        mark = tokenizer.of_transformers.decode([end])
+        why = f"its chat template writes {mark!r} after an answer, which ends no text"
+        advice = f"add {end} to eos_token_id in generation_config.json"
+        print(f"warning: --load {args.load}: {why}; {advice}", file=sys.stderr)
 
 
 def text_tokenizer(args: Arguments) -> Tokenizer:
