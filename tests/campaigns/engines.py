@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.context_parallel.inference.engine import Engine
 from megatron.context_parallel.inference.handoff.sequences import HandedSequences
-from megatron.context_parallel.inference.rank_loop import RankLoop
+from megatron.context_parallel.inference.rank_loop import RankLoop, _plain
 from megatron.context_parallel.inference.request import Request
 from megatron.context_parallel.inference.rules import Rules
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
@@ -91,9 +91,12 @@ def _add(random: Random, case: Case, name: str, prompt: list[int]) -> None:
     """A request, maybe with a twin, that arrives at some step and may be cancelled or handed over."""
     at, new = random.randint(0, 40), random.randint(1, 25)
     params = SamplingParams(
-        temperature=random.choice((0.0, 0.0, 1.0)), top_p=0.0, top_k=random.choice((0, 0, 5)), num_tokens_to_generate=new,
+        temperature=random.choice((0.0, 0.0, 1.0)),
+        top_p=0.0,
+        top_k=random.choice((0, 0, 5)),
+        num_tokens_to_generate=new,
         return_log_probs=True,
-    )  # fmt: skip
+    )
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "min_tokens": min(new, 4)}
     rules = Rules(**penalties) if random.random() < 0.4 else Rules(ignore_ends=random.random() < 0.3)
     scored = random.random() < 0.15
@@ -121,11 +124,12 @@ def _engine(case: Case) -> Engine:
 def together(case: Case) -> Found:
     """All requests in one engine."""
     loop, found = RankLoop(engine := _engine(case)), Found({}, {}, {}, {})
-    handoffs = {one.handoff for requests in case.arriving.values() for one in requests} - {""}
     last = max([0, *case.arriving, *case.cancelled, *case.released])
     for step in range(5000):
-        if step > last and engine.idle:
-            break
+        if step > last and (engine.idle or engine.blocked):
+            _release(engine)
+            if engine.idle:
+                break
         released = case.released.get(step, [])
         arrived = {
             "requests": [*map(_plain, case.arriving.get(step, []))],
@@ -137,20 +141,17 @@ def together(case: Case) -> Found:
         for output in loop._step(arrived):
             _note(found, output)
         poison(engine.cache)
-    for name in handoffs:
-        engine.release(name)
-    for sequence in [*engine._kept]:
-        engine._forget(sequence)
+    _empty(engine)
     assert not engine.running and not engine.waiting, "requests are left"
     assert engine.cache.room() == engine.capacity, "pages are left"
     parallel_state.destroy_model_parallel()
     return found
 
 
-def _plain(request: Request) -> dict[str, Any]:
-    from megatron.context_parallel.inference.rank_loop import _plain
-
-    return _plain(request)
+def _release(engine: Engine) -> None:
+    """End the handoffs whose prefill began too late for their release."""
+    for name in [*engine.pinned]:
+        engine.release(name)
 
 
 def _note(found: Found, output) -> None:
@@ -179,17 +180,25 @@ def _rows(engine: Engine, handoff: str) -> dict[int, Tensor]:
 
 
 def alone(case: Case) -> Found:
-    """Each request in an engine of its own."""
+    """Each request alone, in a cache that is large and empty."""
     found = Found({}, {}, {}, {})
+    engine = _engine(replace(case, how=case.how | {"cache_tokens": 800, "prefill": "pass-kv"}, chunks=500))
     for request in [one for requests in case.arriving.values() for one in requests]:
-        engine = _engine(replace(case, how=case.how | {"cache_tokens": 800, "prefill": "pass-kv"}, chunks=500))
         engine.add(request)
         while not engine.idle:
             for output in engine.step():
                 _note(found, output)
             found.rows |= {name: _rows(engine, name) for name in engine.pinned}
-        parallel_state.destroy_model_parallel()
+        _empty(engine)
+    parallel_state.destroy_model_parallel()
     return found
+
+
+def _empty(engine: Engine) -> None:
+    """Release and forget all sequences."""
+    _release(engine)
+    for sequence in [*engine._kept]:
+        engine._forget(sequence)
 
 
 # ------------------------------------------------------------------------------------------------ the comparison
