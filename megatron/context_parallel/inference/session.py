@@ -5,6 +5,7 @@ All ranks of the group (and of tensor parallelism) make the same calls with the 
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,11 @@ class Session:
         self.rates = Rates.of(cluster, *of_ranks) if cluster else None
         self._choose(prefill, 1, 0)  # raises UsageError if it is unknown
         if cp.n > 1:  # ranks with other plans or pages would wait for each other, or read other rows
-            same = {"--cp-prefill": prefill, "--cp-prefill-constants": constants, "--kv-cache-dtype": kv_cache_dtype}
+            same: dict[str, Any] = {
+                "--cp-prefill": prefill,
+                "--cp-prefill-constants": constants,
+                "--kv-cache-dtype": kv_cache_dtype,
+            }
             same |= {"--cache-tokens": cache_tokens, "rows of a page": page, "--cluster": self._cluster_text(cluster)}
             check_alike(same, cp.group)
         pages = -(-cache_tokens // (cp.n * page))
