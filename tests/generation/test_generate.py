@@ -138,6 +138,7 @@ def test_rules_change_logits_as_defined():
     assert ruled(penalties, prompt=[0, 2], text=[1, 3, 3]) == [0.0, 0.25, 3.0, 1.0, -math.inf]
     old = torch.tensor([0.0, 1.0, 3.0, -2.0])
     assert ruled(Rules(repetition_penalty=2.0), prompt=[0, 2], text=[3], logits=old) == [0.0, 1.0, 1.5, -4.0]
+    assert max(ruled(Rules(repetition_penalty=5e-324), prompt=[2, 3])) == torch.finfo(torch.float64).max
     assert ruled(Rules(logit_bias=[(0, 9.0), (2, -100.0)])) == [9.0, 1.0, -97.0, 2.0, -math.inf]
     # The bias is added before penalties, as vLLM does.
     assert ruled(Rules(logit_bias=[(1, 3.0)], repetition_penalty=2.0), text=[1])[1] == 2.0

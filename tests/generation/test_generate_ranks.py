@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.context_parallel import ContextParallel, UsageError
-from megatron.context_parallel.generation import cache_size
+from megatron.context_parallel.generation import cache_size, generator
 from megatron.context_parallel.generation.flags import CacheFlags, Source
 from megatron.context_parallel.generation.generator import build_engine, text_tokenizer
 from megatron.context_parallel.generation.load_model import load_model
@@ -25,7 +26,7 @@ from megatron.context_parallel.inference.session import Session
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megatron.context_parallel.trainer.checkpoint.save_load import Save
 from megatron.context_parallel.trainer.setup import initialize_model_parallel
-from tests.support import llama_case, session_case, training_case
+from tests.support import chat_case, llama_case, session_case, training_case
 from tests.support.plain_session import PlainSession
 
 VOCABULARY = 259
@@ -256,6 +257,25 @@ def test_the_tokenizer_of_a_folder(llama):
     assert tokenizer.chat(said) == tokenizer.encode("[user]hi[assistant]")
     with pytest.raises(UsageError, match="no system messages"):
         tokenizer.chat([{"role": "system", "content": "be"}])
+
+
+def test_texts_end_where_the_tokenizer_says_too(tmp_path, capsys):
+    """As after a training that gave a base model a new end token: generation_config.json has the old one."""
+    chat_case.tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
+    made = HuggingFaceTokenizer(str(tmp_path), special=True)
+    start, end = made.of_transformers.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert made.ends == {7, end} and made.missing_end() is None
+    (tmp_path / "chat_template.jinja").write_text(chat_case.CHATML.replace("<|im_end|>", "<|im_start|>"))
+    other = HuggingFaceTokenizer(str(tmp_path), special=True)
+    assert other.missing_end() == start
+    args = SimpleNamespace(load="there")
+    for tokenizer in (made, other, ByteTokenizer(256)):
+        generator._warn_of_missing_end(args, tokenizer)
+    assert capsys.readouterr().err == (
+        "warning: --load there: its chat template writes '<|im_start|>' after an answer, which ends no text; "
+        f"add {start} to eos_token_id in generation_config.json\n"
+    )
 
 
 def test_the_size_of_a_cache(llama, capsys, monkeypatch):

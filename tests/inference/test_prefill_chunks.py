@@ -129,8 +129,8 @@ def test_the_engine_takes_the_choice_for_cached_tokens_and_running_texts():
 def other_tables(rank_of) -> list:
     import torch.distributed as dist
 
-    return PrefillChunks([(dist.get_rank(), 5)]).agreed(torch.device("cpu")).table
+    return PrefillChunks([(dist.get_rank(), 5)] * (1 + dist.get_rank())).agreed().table
 
 
 def test_all_ranks_take_the_choice_of_the_first(ranks):
-    assert ranks(2, other_tables, None) == [[[0, 5]]] * 2
+    assert ranks(2, other_tables, None) == [[(0, 5)]] * 2

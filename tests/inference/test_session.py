@@ -14,6 +14,7 @@ from megatron.context_parallel import ContextParallel, UsageError
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.inference.batch_layout import BatchLayout
 from megatron.context_parallel.inference.cache_attention import CacheAttention
+from megatron.context_parallel.inference.choose import PASS_KV, PASS_Q
 from megatron.context_parallel.inference.decode_rows import DecodeRows
 from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.inference.session import Session
@@ -208,6 +209,27 @@ def _refusals() -> None:
         learned.forward({learned.open(): [1] * 257})
 
 
+def _ranks_are_alike() -> None:
+    """Rank 0's choice holds where logarithms decide, and other settings than its own are refused."""
+    of = session(cluster=load_cluster("gti"))
+    expected = of.forward({of.open(): [*range(20)]}, prefill="pass-q")
+    with mock.patch("megatron.context_parallel.inference.session.choose_prefill") as choose:
+        choose.return_value = (PASS_KV, PASS_Q)[of.cp.rank > 0]
+        for prefill in ("auto", "empirical"):
+            found = of.forward({(sequence := of.open()): [*range(20)]}, prefill=prefill)
+            assert of.variant == PASS_KV and len(found) == len(expected)
+            for row, other in zip(found.values(), expected.values(), strict=True):
+                torch.testing.assert_close(row, other, atol=1e-4, rtol=1e-4)
+            of.free(sequence)
+    for name, values in {
+        "prefill": ("pass-kv", "pass-q"), "cache_tokens": (8, 64), "kv_cache_dtype": ("auto", "int8"),
+        "constants": ((1.0, 1.0, 1.0), (2.0, 1.0, 1.0)), "page": (4, 8),
+        "cluster": (load_cluster("gti"), load_cluster("dgx-h100")),
+    }.items():  # fmt: skip
+        with pytest.raises(UsageError, match=r"on rank 0 of the group, .* on rank 1; give all ranks the same"):
+            Session(of.model, of.cp, **{"cache_tokens": 8, name: values[of.cp.rank == 1]})
+
+
 def _a_model_stays_what_it_was() -> None:
     """A pass leaves the training state of the model unchanged (mode, hooks, positions) and keeps no gradients."""
     of = session()
@@ -360,6 +382,7 @@ def _two_ranks() -> None:
     _neighbours()
     _refusals()
     _a_model_stays_what_it_was()
+    _ranks_are_alike()
 
 
 def test_lives_neighbours_and_refusals(ranks):

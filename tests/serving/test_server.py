@@ -392,7 +392,11 @@ BAD = [
             "min_p": [1.5],
             "logit_bias": [{"5": 101}, {"5": "1"}],
             "stop_token_ids": [[5]],
-            "response_format": [{"type": "xml"}, {"type": "json_schema", "json_schema": 5}],
+            "response_format": [
+                {"type": "xml"},
+                {"type": "json_schema", "json_schema": 5},
+                {"type": "json_object", "json_schema": {"schema": {}}},
+            ],
             "structured_outputs": [{"xml": "a"}, {}],
         }.items()
         for value in values

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from megatron.context_parallel.commands import stuck
 from megatron.context_parallel.errors import UsageError
@@ -462,6 +463,17 @@ def test_a_rank_that_is_alone_raises_a_usage_error_again_and_leaves(monkeypatch)
     with pytest.raises(UsageError):
         crash.leave_after(watch.args, UsageError("a wrong flag"), watch)
     assert watch.sent == [{"ended": "left"}] and not at_exit
+
+
+def test_a_rank_that_is_alone_waits_for_nobody(monkeypatch, capfd):
+    monkeypatch.setattr(monitors, "SECONDS_OF_PATIENCE", 0.0)
+    limits = {"distributed_timeout_minutes": 0.001, "distributed_timeout_seconds_after_init": 0}
+    watch = Watch(SimpleNamespace(rank=0, world_size=1, save=None, **limits), dist.HashStore())
+    watch.meet(dist.HashStore())
+    time.sleep(0.5)
+    assert watch.silent_ranks() == []
+    watch.leave()
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind", ["usage", "failed"])

@@ -1,5 +1,7 @@
 """Creates an engine from the arguments of a model."""
 
+import sys
+
 from megatron.core import parallel_state
 
 from megatron.context_parallel.attention.context import ContextParallel
@@ -16,6 +18,7 @@ from megatron.context_parallel.inference.tokenizer import (
     Tokenizer,
 )
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
+from megatron.context_parallel.progress import is_first_rank
 from megatron.context_parallel.trainer.checkpoint.saved_flags import is_converted
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of
@@ -34,6 +37,7 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
         UsageError: the model or its tokenizer cannot be read; every rank raises the same.
     """
     tokenizer = text_tokenizer(args)
+    _warn_of_missing_end(args, tokenizer)
     cp = ContextParallel(args.cp_layers[0], group=parallel_state.get_context_parallel_group())
     model = load_model(args, cp)
     positions = args.max_position_embeddings
@@ -50,7 +54,7 @@ def build_engine(args: Arguments, flags: CacheFlags, length: int | None = None) 
     )
     length = min(length or positions, positions)
     waste = session.tables.n * session.tables.page
-    return Engine(session, tokenizer, _chunks(args, flags, session), length, waste)
+    return Engine(session, tokenizer, _chunks(args, flags, session).agreed(), length, waste)
 
 
 def _chunks(args: Arguments, flags: CacheFlags, session: Session) -> PrefillChunks:
@@ -69,7 +73,17 @@ def _chunks(args: Arguments, flags: CacheFlags, session: Session) -> PrefillChun
         session.constants,
         session.sizes.packed,
     )
-    return PrefillChunks.predicted(time, session.room()).agreed(session.device)
+    return PrefillChunks.predicted(time, session.room())
+
+
+def _warn_of_missing_end(args: Arguments, tokenizer: Tokenizer) -> None:
+    if not (is_first_rank() and isinstance(tokenizer, HuggingFaceTokenizer)):
+        return
+    if (end := tokenizer.missing_end()) is not None:
+        mark = tokenizer.of_transformers.decode([end])
+        why = f"its chat template writes {mark!r} after an answer, which ends no text"
+        advice = f"add {end} to eos_token_id in generation_config.json"
+        print(f"warning: --load {args.load}: {why}; {advice}", file=sys.stderr)
 
 
 def text_tokenizer(args: Arguments) -> Tokenizer:

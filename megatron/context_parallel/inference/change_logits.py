@@ -54,7 +54,8 @@ def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
     if rules.repetition_penalty != 1.0:
         said = _indices({*so_far.prompt, *so_far.text}, logits)
         old = logits[said]
-        logits[said] = torch.where(old > 0, old / rules.repetition_penalty, old * rules.repetition_penalty)
+        new = torch.where(old > 0, old / rules.repetition_penalty, old * rules.repetition_penalty)
+        logits[said] = new.clamp_max(torch.finfo(new.dtype).max)  # a tiny penalty makes any number too large
     if rules.presence_penalty or rules.frequency_penalty:
         counts = torch.bincount(_indices(so_far.text, logits), minlength=len(logits)).to(logits.dtype)
         logits -= rules.frequency_penalty * counts + rules.presence_penalty * (counts > 0)

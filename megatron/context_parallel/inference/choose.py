@@ -194,6 +194,11 @@ def empirical_loss(of: MeasuredPrefill, constants: tuple[float, float, float]) -
     return taken / min(of.pass_kv, of.pass_q) - 1
 
 
+def has_logarithms(rule: str, rates: Rates | None) -> bool:
+    """Whether a choice follows from logarithms: their last digit, and so a tie, may differ between processors."""
+    return rule == "empirical" or (rule == "auto" and rates is not None)
+
+
 def choose_prefill(
     rule: str,
     new: int,

@@ -238,10 +238,9 @@ class PageTables:
         """The same rows in pieces, in any order."""
         return self._parts[sequence][rank].keys(first, self.page)
 
-    def room(self, sequence: int | None = None) -> int:
-        """The number of tokens that fit now, of a new sequence or of an existing one."""
-        parts = self._parts[sequence] if sequence is not None else [RankRows() for _ in self._stores]
-        return sum(self._rooms(parts, [len(store.free) for store in self._stores]))
+    def room(self) -> int:
+        """The number of tokens of a new sequence that fit now."""
+        return self.page * sum(len(store.free) for store in self._stores)
 
     def holds(self, sequence: int, tokens: int) -> bool:
         """Whether the cache has all rows that a token after the first `tokens` of a sequence sees."""

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
 
 from megatron.context_parallel.cluster.description import Cluster
@@ -16,6 +15,7 @@ from megatron.context_parallel.cluster.simulate.collectives import ring
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, TrainConfig
+from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 
 from .choose import EMPIRICAL, LayerShape, Rates, choose_prefill, seconds
 
@@ -161,17 +161,9 @@ class PrefillChunks:
             table.append([chunk_tokens(time, cached, most, decoding) for decoding in (False, True)])
         return cls(table)
 
-    def agreed(self, device: torch.device) -> "PrefillChunks":
-        """Those of rank 0, on all ranks of the world: predictions of different machines may differ in the last digit.
-
-        Args:
-            device: of tensors that are sent.
-        """
-        if not dist.is_initialized():
-            return self
-        numbers = torch.tensor(self.table, device=device)
-        dist.broadcast(numbers, 0)
-        return PrefillChunks(numbers.tolist())
+    def agreed(self) -> "PrefillChunks":
+        """Those of rank 0, on all ranks of the world: predictions of two machines may differ in the last digit."""
+        return PrefillChunks(on_first_rank(lambda: self.table)) if dist.is_initialized() else self
 
     def __call__(self, cached: int, decoding: bool) -> int:
         """The tokens of a step whose longest prompt has so many cached ones."""

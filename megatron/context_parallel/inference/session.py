@@ -3,7 +3,9 @@
 All ranks of the group (and of tensor parallelism) make the same calls with the same arguments.
 """
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
+from megatron.context_parallel.runtime.comm.first_rank import check_alike
 from megatron.context_parallel.runtime.comm.host_sockets import Exchange, HostSockets
 from megatron.context_parallel.strategies import Choice
 
@@ -21,7 +24,17 @@ from .batch_layout import BatchLayout
 from .cache import KVCache
 from .cache_attention import CacheAttention
 from .cached_model import CachedModel
-from .choose import EMPIRICAL, PASS_KV, PASS_Q, PASS_Q_PAPER, LayerShape, Rates, choose_prefill
+from .choose import (
+    CHOICES,
+    EMPIRICAL,
+    PASS_KV,
+    PASS_Q,
+    PASS_Q_PAPER,
+    LayerShape,
+    Rates,
+    choose_prefill,
+    has_logarithms,
+)
 from .decode_attention import DecodeAttention
 from .decode_layer import Attention
 from .decode_rows import DecodeRows
@@ -59,7 +72,7 @@ class Session:
         graphs: of decode steps; None: each step launches its kernels. It may be set to None before the first step.
 
     Raises:
-        UsageError: the model is not supported, or a choice is invalid.
+        UsageError: the model is not supported, a choice is invalid, or ranks have others.
     """
 
     def __init__(
@@ -97,6 +110,14 @@ class Session:
         of_ranks = cp.n, DTYPES.get(dtype, "fp32"), self.sizes.head_dim, tensor
         self.rates = Rates.of(cluster, *of_ranks) if cluster else None
         self._choose(prefill, 1, 0)  # raises UsageError if it is unknown
+        if cp.n > 1:  # ranks with other plans or pages would wait for each other, or read other rows
+            same: dict[str, Any] = {
+                "--cp-prefill": prefill,
+                "--cp-prefill-constants": constants,
+                "--kv-cache-dtype": kv_cache_dtype,
+            }
+            same |= {"--cache-tokens": cache_tokens, "rows of a page": page, "--cluster": self._cluster_text(cluster)}
+            check_alike(same, cp.group)
         pages = -(-cache_tokens // (cp.n * page))
         windows = [core.window[0] for core in self._model.cores]
         self.window = max(windows) if min(windows) >= 0 else None
@@ -209,6 +230,9 @@ class Session:
         """A pass by a plan."""
         cached = sum(map(self.tables.length, counts))
         variant = self._choose(prefill, sum(counts.values()), cached)
+        if self.cp.n > 1 and has_logarithms(prefill, self.rates):
+            chosen = {0: [CHOICES.index(variant)]} if self.cp.rank == 0 else {}
+            variant = CHOICES[int(self.share(chosen, of=(0,))[0][0])]
         self.tables.add(counts)
         self.variant = variant
         batch = BatchLayout(self.tables, new, self.cp.rank, self.device, scored)
@@ -302,6 +326,10 @@ class Session:
 
     def _choose(self, how: str, new: int, cached: int) -> str:
         return choose_prefill(how, new, cached, self.cp.n, self.sizes, self.rates, self.constants)
+
+    def _cluster_text(self, cluster: Cluster | None) -> str:
+        """The name of the cluster, and a checksum of its rates."""
+        return f"{cluster.name} ({zlib.crc32(repr(self.rates).encode()):08x})" if cluster else "none"
 
     def _check_tokens(self, new: Mapping[int, Sequence[int]]) -> None:
         if not new:

@@ -137,7 +137,7 @@ class HuggingFaceTokenizer:
             raise UsageError(f"{folder}: its tokenizer cannot be read ({why}); copy tokenizer.json there") from error
         self._folder, self._special = folder, special
         self.has_chat = bool(self.of_transformers.chat_template)
-        self.ends = frozenset(_end_tokens(Path(folder)) or [self.of_transformers.eos_token_id]) - {None}
+        self.ends = frozenset([*_end_tokens(Path(folder)), self.of_transformers.eos_token_id]) - {None}
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         return self.of_transformers.encode(text, add_special_tokens=self._special if special is None else special)
@@ -160,6 +160,17 @@ class HuggingFaceTokenizer:
         except Exception as error:  # a template can raise anything
             raise UsageError(f"messages: the chat template rejects them ({_reason(error)})") from None
         return self.of_transformers.encode(text, add_special_tokens=False)  # the template wrote them
+
+    def missing_end(self) -> int | None:
+        """The token that the chat template writes after an answer, if texts do not end there; None if they do."""
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            text = self.of_transformers.apply_chat_template(messages, tokenize=False)
+        except Exception:  # there is no template, or it rejects these messages
+            return None
+        behind = self.of_transformers.encode(text.rpartition("answer")[2], add_special_tokens=False)
+        marks = [token for token in behind if token in self.of_transformers.added_tokens_decoder]
+        return marks[0] if marks and marks[0] not in self.ends else None
 
 
 def _reason(error: BaseException) -> str:

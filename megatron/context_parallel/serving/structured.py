@@ -58,13 +58,7 @@ class Structured(Strict):
         """The grammars of these fields, in llguidance's form. Raises ValueError for one that cannot be read."""
         found = [_of_schema(self.guided_json), _of_regex(self.guided_regex)]
         found += [_of_choice(self.guided_choice), _of_grammar(self.guided_grammar)]
-        if self.response_format and self.response_format.type == "json_object":
-            found.append(_of_schema({"type": "object"}))
-        if self.response_format and self.response_format.type == "json_schema":
-            named = self.response_format.json_schema
-            if named is None or named.schema_ is None:
-                raise ValueError("response_format: json_schema has no schema")
-            found.append(_of_schema(named.schema_))
+        found.append(_of_response(self.response_format))
         if given := self.structured_outputs:
             chosen = [_of_schema(given.json_), _of_regex(given.regex), _of_choice(given.choice)]
             chosen += [_of_grammar(given.grammar), _of_schema({"type": "object"} if given.json_object else None)]
@@ -103,6 +97,18 @@ def schema_grammar(schema: Schema) -> str:
 
 def _of_schema(schema: Schema | None) -> str:
     return "" if schema is None else schema_grammar(schema)
+
+
+def _of_response(form: ResponseFormat | None) -> str:
+    if form is None:
+        return ""
+    if form.type == "json_schema":
+        if form.json_schema is None or form.json_schema.schema_ is None:
+            raise ValueError("response_format: json_schema has no schema")
+        return schema_grammar(form.json_schema.schema_)
+    if form.json_schema is not None:
+        raise ValueError(f'response_format: json_schema needs type "json_schema", not "{form.type}"')
+    return schema_grammar({"type": "object"}) if form.type == "json_object" else ""
 
 
 def _of_regex(regex: str | None) -> str:

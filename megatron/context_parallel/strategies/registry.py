@@ -204,10 +204,16 @@ class Strategy:
             if not isinstance(step, Step) or not isinstance(step.attend, tuple):
                 steps.append(step)  # `verify` says what is wrong with it
                 continue
-            blocks = tuple(block for block in step.attend if _is_left(block, visible_pairs))
+            blocks = tuple(block for block in step.attend if self._is_left(block, visible_pairs))
             if step.comm or blocks:
                 steps.append(step if len(blocks) == len(step.attend) else Step(step.comm, blocks))
         return tuple(steps)
+
+    def _is_left(self, block: Attend, visible_pairs: Pairs) -> bool:
+        """Whether a block stays in a plan: it computes something, or is malformed, so that `verify` says why."""
+        if self.of_package or not wrong_block(block, visible_pairs.n):
+            return visible_pairs.any(block.q_chunks, block.kv_chunks)
+        return not isinstance(block, Attend) or () not in (block.q_chunks, block.kv_chunks)
 
     def _head_parallel_size(self, n: int, given: int | None, heads: int | None, kv_heads: int | None) -> int:
         size = given if given is not None else n if self.head_parallel == "all" else 1
@@ -227,13 +233,6 @@ class Strategy:
                 f"{', '.join(map(str, fits))} can; give {give}--cp-head-parallel-size {best}"
             )
         return size
-
-
-def _is_left(block: Attend, visible_pairs: Pairs) -> bool:
-    """Whether a block stays in a plan: it computes something, or is malformed, so that `verify` says why."""
-    if isinstance(block, Attend) and () in (block.q_chunks, block.kv_chunks):
-        return False
-    return bool(wrong_block(block, visible_pairs.n)) or visible_pairs.any(block.q_chunks, block.kv_chunks)
 
 
 def _check_rounds(rounds: int, size: int, heads: int | None, kv_heads: int | None) -> None:

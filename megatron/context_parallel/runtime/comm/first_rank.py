@@ -1,6 +1,6 @@
 """Work that one rank of a group does for all of them, and outcomes that all of them share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -37,6 +37,23 @@ def of_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def check_alike(given: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Reject settings in which a rank of `group` (default: the world) differs from its first one.
+
+    Args:
+        given: what this rank has of each setting, which all ranks name alike.
+
+    Raises:
+        UsageError: one differs; every rank raises the same.
+    """
+    first, *others = of_all_ranks(dict(given), group)
+    for name, wanted in first.items():
+        for rank, values in enumerate(others, 1):
+            if values[name] != wanted:
+                where = f"{wanted} on rank 0 of the group, {values[name]} on rank {rank}"
+                raise UsageError(f"{name}: {where}; give all ranks the same")
 
 
 def raise_alike(error: Exception) -> NoReturn:

@@ -50,7 +50,8 @@ class Watch:
         drawn = json.dumps([uuid.uuid4().hex, self._choose_deputy()])
         job, self._deputy = json.loads(store.compare_set("job", "", drawn))  # those of the first rank that joins
         self._limits = _limits(args)
-        self.monitor = self._monitor(job) if args.rank in (0, self._deputy) else None
+        several = args.world_size > 1
+        self.monitor = self._monitor(job) if several and args.rank in (0, self._deputy) else None
         if self.monitor:
             store.set(f"monitor {args.rank}", json.dumps([_own_address(), self.monitor.port]))
             self.monitor.thread.start()
