@@ -1,4 +1,6 @@
-"""Compares the predicted memory of a backward pass in rounds of tokens with a real one: a table of docs/benchmarks/memory.md.
+"""Compares the predicted memory of a backward pass in rounds of tokens with a real one.
+
+It writes a table of docs/benchmarks/memory.md:
 
     PYTHONPATH=. python benchmarks/token_rounds.py
 

@@ -327,9 +327,10 @@ class Session:
     def _choose(self, how: str, new: int, cached: int) -> str:
         return choose_prefill(how, new, cached, self.cp.n, self.sizes, self.rates, self.constants)
 
-    def _cluster_text(self, cluster: Cluster | None) -> str:
-        """The name of the cluster, and a checksum of its rates."""
-        return f"{cluster.name} ({zlib.crc32(repr(self.rates).encode()):08x})" if cluster else "none"
+    @staticmethod
+    def _cluster_text(cluster: Cluster | None) -> str:
+        """The name of the cluster, and a checksum of its description."""
+        return f"{cluster.name} ({zlib.crc32(repr(cluster).encode()):08x})" if cluster else "none"
 
     def _check_tokens(self, new: Mapping[int, Sequence[int]]) -> None:
         if not new:
