@@ -45,8 +45,8 @@ def test_sft_trainer_on_packed_chats_equals_one_rank(ranks, model, tmp_path):
     compare(ranks, model, "--chats", str(chats))
 
 
-def evaluated(folder: str, cp_size: int) -> tuple[float, str]:
-    """The loss of three samples in batches of two, and why there are no predictions."""
+def evaluated(folder: str, cp_size: int) -> tuple[list[float], str]:
+    """The loss of three samples in batches of two, also by a trainer with a step of its own, and what predict says."""
     import torch
     from accelerate import ParallelismConfig
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -55,28 +55,37 @@ def evaluated(folder: str, cp_size: int) -> tuple[float, str]:
     from megatron.context_parallel import UsageError
     from megatron.context_parallel.integration.trainer import ContextParallelTrainer
 
+    class OwnStep(Trainer):
+        """As TRL's SFTTrainer."""
+
+        def prediction_step(self, model, inputs, *_, **others):
+            with torch.no_grad():
+                return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
     few = {"output_dir": f"{folder}/run", "max_steps": 1, "learning_rate": 0.0, "per_device_eval_batch_size": 2}
     settings = few | {"save_strategy": "no", "report_to": []} | on_cpu()
     if cp_size > 1:
         settings |= {"parallelism_config": ParallelismConfig(cp_size=cp_size), "fsdp": True}
     rows = torch.arange(5 * 32).remainder(97).view(5, 32)
     data = [{"input_ids": row, "labels": row.masked_fill(row < 20 * i, -100)} for i, row in enumerate(rows)]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    kind = ContextParallelTrainer if cp_size > 1 else Trainer
-    trainer = kind(model=model, args=TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:3])
-    trainer.train()
-    loss = trainer.evaluate()["eval_loss"]
+    losses = []
+    for base in (Trainer, OwnStep):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        kind = type("Ours", (ContextParallelTrainer, base), {}) if cp_size > 1 else base
+        trainer = kind(model=model, args=TrainingArguments(**settings), train_dataset=data, eval_dataset=data[:3])
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
     try:
         trainer.predict(data[:2])
     except UsageError as error:
-        return loss, str(error)
-    return loss, ""
+        return losses, str(error)
+    return losses, ""
 
 
 def test_an_evaluation_has_the_loss_of_one_rank(ranks, model):
-    ((loss, _),) = ranks(1, evaluated, model, 1)
+    ((losses, _),) = ranks(1, evaluated, model, 1)
     for found, refused in ranks(2, evaluated, model, 2):
-        assert found == pytest.approx(loss, rel=1e-6)
+        assert found == pytest.approx(losses, rel=1e-6)
         assert refused == "predict: a rank has the logits of its own tokens only; call evaluate"
 
 

@@ -42,12 +42,36 @@ class ContextParallelTrainer(Trainer):
         """
         loss = super().training_step(*args, **kwargs)
         if self.cp is None:
-            kinds = [kind for kind in type(self).__mro__ if "training_step" in vars(kind)]
+            own = self._kind_with("training_step").__name__
             raise UsageError(
-                f"{kinds[1].__name__}: does not shard its batches; use Trainer or SFTTrainer, or leave "
-                "ContextParallelTrainer out"
+                f"{own}: does not shard its batches; use Trainer or SFTTrainer, or leave ContextParallelTrainer out"
             )
         return loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The loss of a batch of an evaluation, also for trainers whose own step does not shard it, as SFTTrainer's.
+
+        For these it is the mean over the labelled tokens of the batch, by the model's own loss.
+        """
+        if self._kind_with("prediction_step") is Trainer:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if (kind := getattr(self.args, "loss_type", "nll")) != "nll":
+            raise UsageError(f"loss_type {kind}: an evaluation has the loss nll only; give eval_strategy='no'")
+        _, batch = self._prepare_context_parallel_inputs(model, self._prepare_inputs(inputs))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return model(**batch).loss, None, None
+
+    def _kind_with(self, method: str) -> type:
+        """The class behind this one that has a method."""
+        kinds = type(self).__mro__
+        behind = kinds[kinds.index(ContextParallelTrainer) + 1 :]
+        return next(kind for kind in behind if method in vars(kind))
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Tensor | Any]
