@@ -90,9 +90,10 @@ def _first_messages() -> set[str]:
         with patch.object(transport, "post", noted):
             with as_nccl():
                 cp = ContextParallel(name, partials_in_16_bits=narrow, **options)
-            for how in ({}, {"causal": False}, {"window": (7, 0)}):
+            for how in ({},) if narrow else ({}, {"causal": False}, {"window": (7, 0)}):
                 results(cp, 4, 2, torch.bfloat16, **how)
-            results(cp, 4, 1, torch.bfloat16)  # mesh has another default grid
+            if not narrow:
+                results(cp, 4, 1, torch.bfloat16)  # mesh has another default grid
     return found
 
 

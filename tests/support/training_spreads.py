@@ -44,7 +44,7 @@ SPREADS = {  # name: families that the tests train, ranks, arguments
         {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True} | LOSS_IN_CHUNKS | MLP_IN_CHUNKS,
     ),
     "cp2 recomputed": ("llama", 2, RECOMPUTED | MLP_IN_CHUNKS),
-    "cp2 outputs kept": ("gpt3", 2, RECOMPUTED | ALL_KEPT),
+    "cp2 outputs kept": ("", 2, RECOMPUTED | ALL_KEPT),
     "cp2 pp2 outputs kept": ("llama", 4, RECOMPUTED | ALL_KEPT | OFFLOADED | {PP: 2}),
     "cp4 heads, attention kept": (
         "sinks",

@@ -10,7 +10,6 @@ RELAY = [  # who trains a step of the run, the last one two, and how it saves
     ("plain", {}),
     ("optim_grads_params, 2 instances", {"async_save": True} | EVALUATED | zero_case.IN_CHUNKS),
     ("torch_fsdp2", EVALUATED | zero_case.MESH | zero_case.IN_CHUNKS | zero_case.KEPT),
-    ("torch_fsdp2, on the host", EVALUATED),
     ("distributed optimizer, 2 instances", {"overlap_grad_reduce": True, "overlap_param_gather": True}),
     ("optim_grads", zero_case.MESH | zero_case.IN_CHUNKS | zero_case.KEPT),
 ]
