@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash tools/venv.sh requirements-dev.txt
+unset PYTHONDONTWRITEBYTECODE # tests start many processes, which then import compiled modules
 .venv/bin/ruff check
 .venv/bin/ruff format --check
 .venv/bin/mypy --num-workers 2 megatron/context_parallel

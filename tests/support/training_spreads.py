@@ -19,7 +19,7 @@ MLP_IN_CHUNKS = {"mlp_chunks_for_training": 3}
 
 SPREADS = {  # name: families that the tests train, ranks, arguments
     "cp2": ("llama", 2, {CP: 2}),
-    "cp4": ("gpt3", 4, {CP: 4} | LOSS_IN_CHUNKS),
+    "cp4": ("", 4, {CP: 4} | LOSS_IN_CHUNKS),
     **{
         f"cp4 {name} {options}": ("llama", 4, {CP: 4, "cp_strategy": name, "cp_layout": layout, "cp_options": options})
         for name, layout, options in (
