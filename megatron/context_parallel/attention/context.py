@@ -127,12 +127,12 @@ class ContextParallel(Ranks):
         self.group, self.rank = group, dist.get_rank(group)
         self.local_ranks = (self.rank,)
         self.chunk = self.chunks[self.rank]
-        if digest := self.plans.digest():
+        causal = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
+        full = [self.choice.plan(self.n, causal=False, backward=backward) for backward in (False, True)]
+        if digest := self.plans.digest(causal + full):
             meet(group, f"--cp-strategy {self.choice.spec} with code that writes the plans {digest}")
-        plans = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
-        self._transport.connect({needed for plan in plans for needed in plan.communicators(self.rank)})
-        plans += [self.choice.plan(self.n, causal=False, backward=backward) for backward in (False, True)]
-        for plan in plans:  # others, such as for a window, have their first messages before they first run
+        self._transport.connect({needed for plan in causal for needed in plan.communicators(self.rank)})
+        for plan in causal + full:  # others, such as for a window, have their first messages before they first run
             self._transport.send_first(plan)
 
     def shard(self, x: Tensor, dim: int = 0, documents: Documents | None = None) -> Tensor:

@@ -84,16 +84,14 @@ class Plans:
             self._verified_for_documents.add(kind)
         verify(plan)
 
-    def digest(self) -> str | None:
-        """A digest of what all ranks do, without documents and windows; None if this package wrote it.
+    def digest(self, plans: list[Plan]) -> str | None:
+        """A digest of what all ranks do in plans of both passes; None if this package wrote them.
 
         The code of other strategies may differ between the ranks.
         """
-        passes = False, True
-        own = all(self.choice.of_pass(backward).strategy.of_package for backward in passes)
+        own = all(self.choice.of_pass(plan.backward).strategy.of_package for plan in plans)
         if own or self.steps_on > ALL_RANKS_UP_TO:
             return None
-        plans = [self.choice.plan(self.n, causal=causal, backward=back) for causal in passes for back in passes]
         return hashlib.sha256(repr([[*plan.steps] for plan in plans]).encode()).hexdigest()[:8]
 
     def full(self, heads: int, kv_heads: int) -> Plan:

@@ -5,7 +5,6 @@ All ranks of the group (and of tensor parallelism) make the same calls with the 
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,13 +110,15 @@ class Session:
         self.rates = Rates.of(cluster, *of_ranks) if cluster else None
         self._choose(prefill, 1, 0)  # raises UsageError if it is unknown
         if cp.n > 1:  # ranks with other plans or pages would wait for each other, or read other rows
-            same: dict[str, Any] = {
+            given = {
                 "--cp-prefill": prefill,
                 "--cp-prefill-constants": constants,
                 "--kv-cache-dtype": kv_cache_dtype,
+                "--cache-tokens": cache_tokens,
+                "rows of a page": page,
+                "--cluster": self._cluster_text(cluster),
             }
-            same |= {"--cache-tokens": cache_tokens, "rows of a page": page, "--cluster": self._cluster_text(cluster)}
-            check_alike(same, cp.group)
+            check_alike(given, cp.group)
         pages = -(-cache_tokens // (cp.n * page))
         windows = [core.window[0] for core in self._model.cores]
         self.window = max(windows) if min(windows) >= 0 else None

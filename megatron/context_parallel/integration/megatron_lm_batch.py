@@ -17,7 +17,7 @@ from megatron.context_parallel.errors import UsageError
 
 from .megatron_model import check_layers
 from .packed import PackedDocuments, documents_of
-from .spec import IN_ZIGZAG, is_layout_of_megatron
+from .spec import IN_ZIGZAG, unlike_megatron
 
 _BOUNDS = ("cu_seqlens", "cu_seqlens_padded")
 _NOT_SHARDED = {*_BOUNDS, "max_seqlen", "local_cp_size", "hybrid_cp_group"}  # of a batch; not one number for each token
@@ -94,6 +94,8 @@ class Batches:
         multi-latent attention with them, for embeddings in another layout, and for models that `check_layers` refuses.
         """
 
+        inputs = signature(forward)
+
         @wraps(forward)
         def forward_documents(
             model: GPTModel, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any
@@ -101,7 +103,7 @@ class Batches:
             if model not in self.checked:
                 check_layers(model, self.context().n)
                 self.checked.add(model)
-            if signature(forward).bind(model, *args, **kwargs).arguments.get("decoder_input") is not None:
+            if inputs.bind(model, *args, **kwargs).arguments.get("decoder_input") is not None:
                 self._check_embeddings()
             if packed_seq_params is None and self.packed:
                 raise UsageError(
@@ -117,7 +119,7 @@ class Batches:
     def _check_embeddings(self) -> None:
         """Raises UsageError for embeddings that a model of images or audio sharded, unless the layout is Megatron's."""
         cp = self.context()
-        if not is_layout_of_megatron(cp):
+        if unlike_megatron(cp):
             raise UsageError(f"decoder_input, layout {cp.layout}: a model of images or audio {IN_ZIGZAG}")
 
     def _documents(self, model: GPTModel, given: PackedSeqParams) -> PackedDocuments:

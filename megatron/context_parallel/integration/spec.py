@@ -44,9 +44,13 @@ IN_ZIGZAG = "shards sequences in zigzag; give a strategy with layout=zigzag, suc
 Contexts = ContextParallel | Sequence[ContextParallel]  # for all layers, or one for each layer of the whole model
 
 
-def is_layout_of_megatron(cp: ContextParallel) -> bool:
-    """Whether the tokens lie as in megatron-core's own context parallelism."""
-    return cp.n == 1 or (cp.layout == "zigzag" and cp.in_rank_order)
+def unlike_megatron(cp: ContextParallel) -> str:
+    """Why tokens do not lie as in megatron-core's own context parallelism; nothing if they do."""
+    if cp.layout != "zigzag" and cp.n > 1:
+        return f"--cp-layout {cp.layout}: the model's RoPE uses zigzag"
+    if not cp.in_rank_order:
+        return f"--cp-placement {PLACEMENTS[1]}: the model's RoPE has the chunks in the order of the ranks"
+    return ""
 
 
 class ContextParallelAttention(MegatronModule):
@@ -129,13 +133,9 @@ class ContextParallelAttention(MegatronModule):
 
     def _check_layout(self, documents: Documents | None) -> None:
         """Raises UsageError unless the tokens lie as in megatron-core."""
-        given = ""
+        given = unlike_megatron(self.cp)
         if placement_of(documents):
             given = "documents with a placement: the model's RoPE uses zigzag"
-        elif self.cp.layout != "zigzag" and self.cp.n > 1:
-            given = f"--cp-layout {self.cp.layout}: the model's RoPE uses zigzag"
-        elif not self.cp.in_rank_order:
-            given = f"--cp-placement {PLACEMENTS[1]}: the model's RoPE has the chunks in the order of the ranks"
         if given and self.follows_layout is None:
             raise UsageError(f"--cp-layout {self.cp.layout}: a model with its own forward {IN_ZIGZAG}")
         if given:
