@@ -138,11 +138,13 @@ class Recorder:
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.flops: list[float] = []
         self.evaluations: list[float] = []
 
-    def iteration_done(self, progress, loss, lr, grad_norm, seconds) -> None:
+    def iteration_done(self, progress, loss, lr, grad_norm, flops, seconds) -> None:
         self.losses.append(loss)
         self.grad_norms.append(grad_norm)
+        self.flops.append(flops)
 
     def evaluation_done(self, iteration, split, loss) -> None:
         self.evaluations.append(loss)

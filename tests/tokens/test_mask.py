@@ -258,6 +258,7 @@ def test_documents_from_end_tokens_and_from_cu_seqlens():
     assert around(short)[1] == [[5, 5, 5, 5, 5, 8, 8, 8], [2, 2, 2, 3, 4, 5, 6, 7]]
     assert around(Documents(torch.tensor([0, 0, -1, -2, 0]))) == [[[0, 0, 2, 3, 4]], [[2, 2, 2, 3, 5]]]
     assert [x.shape for x in (packed, padded, Documents(torch.zeros(5).int()))] == [(2, 8), (1, 8), (1, 5)]
+    assert [x.lengths for x in (packed, padded, short)] == [[3, 2, 1, 2, 1, 7], [2, 3], [5, 3, 2]]
 
 
 def around(documents: Documents) -> list[list[list[int]]]:

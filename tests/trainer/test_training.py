@@ -54,6 +54,7 @@ def masked_reference(ranks, reference):
         start, unmasked = reference(family)
         (one,) = ranks(1, train_from, start, family, masks)
         assert one.losses != pytest.approx(unmasked.losses, rel=1e-3)
+        assert max(one.flops) < min(unmasked.flops)
         return start, one
 
     return run
@@ -66,6 +67,7 @@ def test_packed_documents_and_windows_train_as_on_one_rank(ranks, masked_referen
     for run in ranks(world, train_from, start, family, changes):
         assert run.losses == pytest.approx(one.losses, rel=1e-6)
         assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
+        assert run.flops == pytest.approx(one.flops)
 
 
 def test_data_parallel_ranks_that_share_documents_train_as_on_one_rank(ranks, tmp_path):
@@ -76,6 +78,7 @@ def test_data_parallel_ranks_that_share_documents_train_as_on_one_rank(ranks, tm
     for run in ranks(4, flags_case.train, data, flags_case.SPREADS["cp2 dp2"]):
         assert run.losses == pytest.approx(one.losses, rel=1e-6)
         assert run.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
+        assert run.flops == pytest.approx(one.flops)
     assert one.losses[-1] < 0.95 * one.losses[0]
 
 
@@ -209,6 +212,8 @@ def test_flops():
     assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
     windowed = replace(model, window_size=100)
     assert windowed.flops_per_sequence(8) == 3 * 2 * (projections + 2 * 2 * 32 * 2 + 8 * 3 * 4 * 6 + 8 * 4 * 10)
+    attention = 2 * 2 * (2 * 2 / 2 + 4 * 4 / 2) * 2  # documents of 2 and 4 tokens, and 2 of padding
+    assert model.flops(8, [2, 4]) == 3 * 2 * (projections + attention + 8 * 3 * 4 * 6 + 8 * 4 * 10)
 
 
 def test_the_first_line_says_what_a_sequence_is():

@@ -81,6 +81,12 @@ class Documents(HasHandle):
         """(samples, length)."""
         return len(self.edges), int(self.edges[0][-1])
 
+    @property
+    def lengths(self) -> list[int]:
+        """The tokens of each document of all samples."""
+        of_samples = [np.diff(edges)[inside] for edges, inside in zip(self.edges, self.inside, strict=True)]
+        return np.concatenate(of_samples).tolist()
+
     def around(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Where the documents of tokens start and end (exclusive): two int64 [samples, s] for positions int64 [s].
 

@@ -40,8 +40,7 @@ _PEAK_TFLOPS = {
 class Record:
     """One line of `metrics.jsonl`: means over the iterations of a process since its previous line, and the state then.
 
-    `lr` is the learning rate of the next iteration. `tokens_per_second_per_rank` counts padding too, and
-    `tflops_per_rank` takes the documents of a sequence for one (`flops_per_sequence`).
+    `lr` is the learning rate of the next iteration. `tokens_per_second_per_rank` counts padding too.
     """
 
     iteration: int
@@ -63,7 +62,7 @@ class RunLog:
         self.speaks = dist.get_rank() == 0
         self.peak = args.peak_tflops or _device_peak()
         self.losses: list[float] = []
-        self.seconds = 0.0
+        self.seconds = self.flops = 0.0
         self.consumed = progress.consumed_train_samples
         self.metrics: IO[str] | None = None
         self.tensorboard: SummaryWriter | None = None
@@ -111,21 +110,24 @@ class RunLog:
             self.warned = True
 
     def iteration_done(
-        self, progress: RunProgress, loss: float, lr: float, grad_norm: float | None, seconds: float
+        self, progress: RunProgress, loss: float, lr: float, grad_norm: float | None, flops: float, seconds: float
     ) -> None:
-        """Count an iteration that took `seconds`; at each `--log-interval` write a record."""
+        """Count an iteration of so many operations and seconds; at each `--log-interval` write a record."""
         self.losses.append(loss)
+        self.flops += flops
         self.seconds += seconds
         if self.bar:
             self.bar.update(self.task, completed=progress.iteration)
         if progress.iteration % self.args.log_interval == 0:
             self._write(self._record(progress, lr, grad_norm))
-            self.losses, self.seconds, self.consumed = [], 0.0, progress.consumed_train_samples
+            self.losses, self.consumed = [], progress.consumed_train_samples
+            self.seconds = self.flops = 0.0
 
     def _record(self, progress: RunProgress, lr: float, grad_norm: float | None) -> Record:
         args = self.args
         step_time = self.seconds / len(self.losses)
-        sequences = (progress.consumed_train_samples - self.consumed) / self.seconds / args.world_size
+        samples = progress.consumed_train_samples - self.consumed
+        rank_seconds = self.seconds * args.world_size
         return Record(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_train_samples,
@@ -133,8 +135,8 @@ class RunLog:
             lr=lr,
             grad_norm=grad_norm,
             step_time=step_time,
-            tokens_per_second_per_rank=sequences * args.seq_length,
-            tflops_per_rank=sequences * model_of(args).flops_per_sequence(args.seq_length) / 1e12,
+            tokens_per_second_per_rank=samples * args.seq_length / rank_seconds,
+            tflops_per_rank=self.flops / rank_seconds / 1e12,
             memory_bytes=_memory_bytes(),
         )
 

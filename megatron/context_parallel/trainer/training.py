@@ -5,7 +5,7 @@ import time
 from collections.abc import Sized
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.patches.megatron_activation_offloading import offloading_paused
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from megatron.context_parallel.tokens.documents import Documents
 
 from .arguments.auto import choose_strategy
 from .checkpoint.resume import check_shuffle, same_data
@@ -32,6 +33,7 @@ from .checkpoint.saver import Saver
 from .checkpoint.train_state import Progress, TrainState
 from .config.flags import Arguments
 from .config.samples import batch_size, train_samples
+from .config.workload import model_of
 from .data.batches import KEYS, Splits, build_data_iterator, build_datasets, sample_documents
 from .data.tokenizer import build_tokenizer
 from .faults import rerun
@@ -46,6 +48,24 @@ from .setup import distributed_job, seed_dropout, sigterm_came
 
 # Each model chunk of an interleaved pipeline reads the same micro batches from its own iterator.
 ChunkBatches = list[Batches]
+
+
+class Step(NamedTuple):
+    """The result of one iteration, the same on every rank.
+
+    Attributes:
+        loss: the mean over the unmasked tokens of the global batch.
+        grad_norm: None if fp16 loss scaling skipped the update.
+        flops: the floating-point operations of all ranks.
+        leave: whether the run ends here.
+        warnings: lines about the hardware.
+    """
+
+    loss: float
+    grad_norm: float | None
+    flops: float
+    leave: bool
+    warnings: list[str]
 
 
 def pretrain(args: Arguments) -> None:
@@ -163,7 +183,7 @@ def train_loop(
         profile.at(progress.iteration)
         before = time.perf_counter()
         try:
-            loss, grad_norm, leave, warnings = train_step(args, state, train, started)
+            step = train_step(args, state, train, started)
         except (FloatingPointError, UsageError):  # raised on every rank, and after this checkpoint
             saver.finish()
             raise
@@ -174,9 +194,11 @@ def train_loop(
                 saver.start()
                 saver.finish()
             raise SystemExit(rejected.status) from None
-        for line in warnings:
+        for line in step.warnings:
             log.say(line)
-        log.iteration_done(progress, loss, _learning_rate(state), grad_norm, time.perf_counter() - before)
+        seconds = time.perf_counter() - before
+        log.iteration_done(progress, step.loss, _learning_rate(state), step.grad_norm, step.flops, seconds)
+        leave = step.leave
         if valid and progress.iteration % args.eval_interval == 0:
             log.evaluation_done(progress.iteration, "validation", evaluate(args, state, valid))
             progress.consumed_valid_samples += args.eval_iters * args.global_batch_size
@@ -188,13 +210,8 @@ def train_loop(
     return not leave
 
 
-def train_step(
-    args: Arguments, state: TrainState, train: ChunkBatches, started: float
-) -> tuple[float, float | None, bool, list[str]]:
-    """One iteration on every rank: (loss, gradient norm, whether to leave, warnings).
-
-    The loss is the mean over the unmasked tokens of the global batch; the norm is None if fp16 loss scaling skipped the
-    update.
+def train_step(args: Arguments, state: TrainState, train: ChunkBatches, started: float) -> Step:
+    """Do one iteration on every rank.
 
     Raises:
         UsageError: a token is not in the vocabulary.
@@ -212,7 +229,8 @@ def train_step(
         findings.look(data)
     recorder.enter("optimizer")
     warnings = rerun.settle(findings, progress.iteration + 1)
-    loss, votes, found = _mean_loss(data, findings, vote=_wants_to_leave(args, progress.iteration + 1, started))
+    vote = _wants_to_leave(args, progress.iteration + 1, started)
+    loss, flops, votes, found = _mean_loss(data, findings, vote)
     if found:
         warnings = findings.settle(progress.iteration + 1) + warnings
     progress.iteration += 1
@@ -222,13 +240,17 @@ def train_step(
         if args.check_for_nan_in_loss_and_grad and not math.isfinite(grad_norm):
             raise FloatingPointError(f"iteration {progress.iteration}: the gradient norm of all ranks is {grad_norm}")
         state.scheduler.step(increment=sequences)
-    return loss, grad_norm if updated else None, votes > 0, warnings
+    return Step(loss, grad_norm if updated else None, flops, votes > 0, warnings)
 
 
 def run_micro_batches(
     args: Arguments, model: list[DataParallel], batches: ChunkBatches, sequences: int, *, forward_only: bool
 ) -> list[Tensor]:
-    """Run a batch of `sequences` through the pipeline schedule. The last stage returns [loss sum, tokens] of each."""
+    """Run a batch of `sequences` through the pipeline schedule.
+
+    Returns, on the last stage, float64 [loss sum, tokens, floating-point operations] of each micro batch. The first two
+    are those of this context rank. The operations are a context rank's share of the micro batch's.
+    """
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, args),
         data_iterator=batches if len(model) > 1 else batches[0],
@@ -242,7 +264,7 @@ def run_micro_batches(
 
 def _forward_step(args: Arguments, batches: Batches, model: DataParallel):
     batch: dict[str, Any] = dict.fromkeys(("tokens", "position_ids", "labels", "loss_mask"))
-    packed = None
+    packed = documents = None
     at_an_end = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
     if at_an_end or args.reset_attention_mask:
         recorder.enter("data" if torch.is_grad_enabled() else "evaluation data")
@@ -259,24 +281,32 @@ def _forward_step(args: Arguments, batches: Batches, model: DataParallel):
     out = model(batch["tokens"], batch["position_ids"], None, **losses, packed_seq_params=packed)
     if out.requires_grad:
         out.register_hook(lambda gradient: recorder.enter("backward"))
-    return out, partial(_loss, batch["loss_mask"])
+    return out, partial(_loss, args, documents, batch["loss_mask"])
 
 
-def _loss(loss_mask: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss(
+    args: Arguments, documents: Documents | None, loss_mask: Tensor, total: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     # megatron-core divides the summed gradients by the token count of all ranks and micro batches.
     tokens = loss_mask.sum()
-    return total, tokens.int(), torch.stack([total.detach(), tokens]).double()
+    lengths = [args.seq_length] * args.micro_batch_size if documents is None else documents.lengths
+    flops = model_of(args).flops(args.micro_batch_size * args.seq_length, lengths) / args.context_parallel_size
+    sums = torch.stack([total.detach(), tokens]).double()
+    return total, tokens.int(), torch.cat((sums, sums.new_full((1,), flops)))
 
 
-def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tuple[float, int, int]:
-    """The mean loss over the unmasked tokens, votes and findings of all ranks, in one reduction over the world."""
-    sums = torch.zeros(4, dtype=torch.float64, device=torch.cuda.current_device())
+def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tuple[float, float, int, int]:
+    """The mean loss over the unmasked tokens, and the operations, votes and findings of all ranks.
+
+    They take one reduction over the world.
+    """
+    sums = torch.zeros(5, dtype=torch.float64, device=torch.cuda.current_device())
     if data and parallel_state.get_tensor_model_parallel_rank() == 0:  # only the last stage has losses
-        sums[:2] = torch.stack(data).sum(0)
-    sums[2], sums[3] = vote, len(findings.found)
+        sums[:3] = torch.stack(data).sum(0)
+    sums[3], sums[4] = vote, len(findings.found)
     dist.all_reduce(sums)
-    total, tokens, votes, found = sums.tolist()
-    return total / max(tokens, 1.0), int(votes), int(found)
+    total, tokens, flops, votes, found = sums.tolist()
+    return total / max(tokens, 1.0), flops, int(votes), int(found)
 
 
 def _wants_to_leave(args: Arguments, iteration: int, started: float) -> bool:
@@ -304,7 +334,7 @@ def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float
             data += run_micro_batches(args, state.model, batches, args.global_batch_size, forward_only=True)
         for chunk in state.model:
             chunk.train()
-    loss, _, found = _mean_loss(data, state.findings)
+    loss, _, _, found = _mean_loss(data, state.findings)
     if found:
         state.findings.settle(state.progress.iteration)
     return loss

@@ -1,5 +1,6 @@
 """The sizes of a GPT model, its parameters and its floating-point operations."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -140,22 +141,31 @@ class ModelShape:
     # -- floating-point operations -----------------------------------------------------------------------------
 
     def flops_per_sequence(self, seq_length: int) -> float:
-        """Floating-point operations of one sequence of `seq_length` tokens, forward and backward, over all ranks.
+        """Floating-point operations of a sequence of `seq_length` tokens that is one document: see `flops`."""
+        return self.flops(seq_length, [seq_length])
 
+    def flops(self, tokens: int, documents: Iterable[int]) -> float:
+        """Floating-point operations of `tokens` tokens, forward and backward, over all ranks.
+
+        A token sees only tokens of its document; `documents` has their lengths.
         A matrix product of m x k by k x n is 2mkn; the backward pass is twice the forward pass. Per token and layer,
         with h = hidden_size, a = kv_channels * num_attention_heads and g = kv_channels * num_query_groups:
 
             2h(a + 2g) + 2ah        projections
-            2 * 2 * a * seen        attention: QK^T and PV; of s tokens s / 2 are seen, of a window w < s, w - w^2 / 2s,
-                                    averaged over layers with and without a window
+            2 * 2 * a * seen        attention: QK^T and PV; of a document of s tokens s / 2 are seen, of a window w < s,
+                                    w - w^2 / 2s, averaged over layers with and without a window
             2h * ffn * (3 or 2)     MLP: three products for SwiGLU, else two; ffn = mlp_width
 
-        and 2h * padded_vocab_size for the logits. Recomputation does not count; packed documents count as one.
+        and 2h * padded_vocab_size for the logits. Recomputation does not count.
         """
-        h, s, a, g = self.hidden_size, seq_length, self.queries, self.keys
-        window = s if self.window_size is None else min(self.window_size, s)
-        seen = window - window**2 / (2 * s)
-        seen += self.full_layers / self.num_layers * (s / 2 - seen)
-        layer = 2 * h * (a + 2 * g) + 2 * a * h + 4 * a * seen + 2 * h * self.mlp_width * (3 if self.swiglu else 2)
+        h, a, g = self.hidden_size, self.queries, self.keys
+        layer = 2 * h * (a + 2 * g) + 2 * a * h + 2 * h * self.mlp_width * (3 if self.swiglu else 2)
         layer += 2 * h * (self.num_experts or 0)  # the router
-        return 3.0 * s * (self.num_layers * layer + 2 * h * self.padded_vocab_size)
+        attention = 4 * a * sum(self._pairs(length) for length in documents)
+        return 3.0 * (tokens * (self.num_layers * layer + 2 * h * self.padded_vocab_size) + self.num_layers * attention)
+
+    def _pairs(self, length: int) -> float:
+        """Pairs of a query and a key that it sees in a document of `length` tokens, as a mean over the layers."""
+        window = length if self.window_size is None else min(self.window_size, length)
+        pairs = window * length - window**2 / 2
+        return pairs + self.full_layers / self.num_layers * (length**2 / 2 - pairs)

@@ -19,7 +19,7 @@ class StepForecast:
     Attributes:
         seconds: of an iteration.
         parts: the seconds by kind (`PARTS`), of a rank of the slowest pipeline stage. They add up to `seconds`.
-        mfu: the model's operations (`Model.flops_per_sequence`) as a part of what the devices' peak allows.
+        mfu: the model's operations (`ModelShape.flops`) as a part of what the devices' peak allows.
         memory: the moment at which a rank of the stage that needs the most has the most memory.
         fits: whether the devices have enough memory.
     """

@@ -85,11 +85,11 @@ class Findings:
         self.found.append(Finding(Kind.DATA, 0, dist.get_rank(), line))
 
     def look(self, losses: list[Tensor]) -> None:
-        """Record the values of a pass: float64 [loss sum, tokens] of each micro batch, and the gradients."""
-        pairs = torch.stack(losses).tolist() if losses else []
+        """Record the losses of a pass (`losses`: as `run_micro_batches` returns them) and its gradients."""
+        sums = torch.stack(losses).tolist() if losses else []
         self.values = {
-            f"loss of micro batch {number} of {len(pairs)}": total / max(tokens, 1.0)
-            for number, (total, tokens) in enumerate(pairs, 1)
+            f"loss of micro batch {number} of {len(sums)}": total / max(tokens, 1.0)
+            for number, (total, tokens, _) in enumerate(sums, 1)
         }
         for chunk in self._sharded:
             self._norms.update(_norms_of_shares(chunk))
