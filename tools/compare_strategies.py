@@ -55,7 +55,7 @@ def sent_by(plan: Plan, place: int, shape: Shape) -> int:
         for transfer in op.transfers(place):
             if transfer.sender == place:
                 total += chunk_bytes(plan, transfer.tensor, shape, swap=False) * transfer.share
-    return round(plan.turns * total)
+    return round(plan.rounds * total)
 
 
 def held_bytes(plan: Plan, shape: Shape) -> int:

@@ -213,7 +213,7 @@ def test_a_round_hides_the_swaps_beside_it():
         return {T.Q: 2.0, T.KV: 1.0, T.O: 2.0}[transfer.tensor] if transfer.share == 1 / 2 else 0
 
     assert trace(plan, transfer_time=time, block_time=lambda block, plan: 3.0).finish == 3 + 3 * 9 + 2
-    whole = replace(plan, rounds=1)
+    whole = replace(plan, head_rounds=1)
     assert verify(plan).volume == verify(whole).volume
     assert "3 of 6 ranks, for 1/2 of the heads in 3 rounds" in picture(plan).title
     # The rank's own tensors, 3 + 1; a round of what one round has; the swaps before and after it.
@@ -233,10 +233,10 @@ def test_the_last_messages_of_a_round_travel_during_the_next(name):
         return float(transfer.tensor in (T.DKV, T.DQ)) if transfer.share == 1 else 0.0
 
     def seconds(rounds: int) -> float:
-        several = replace(plan, rounds=rounds)
+        several = replace(plan, head_rounds=rounds)
         return trace(several, transfer_time=time, block_time=lambda block, plan: 4.0).finish
 
-    blocks = trace(replace(plan, rounds=1), block_time=lambda block, plan: 4.0).finish
+    blocks = trace(replace(plan, head_rounds=1), block_time=lambda block, plan: 4.0).finish
     assert seconds(1) > blocks
     assert seconds(3) - seconds(1) == pytest.approx(2 * blocks)
 

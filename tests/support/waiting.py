@@ -117,13 +117,13 @@ def _program(plan: Plan, rank: int, network: Network, one_queue: bool) -> Iterat
     before: list[Batch] = []
     after: list[Batch] = []
     yield from swap(plan.before, before)
-    for turn in range(plan.rounds):
-        yield from before[turn : turn + 1]
-        if turn + 1 < plan.rounds:
+    for round_index in range(plan.head_rounds):
+        yield from before[round_index : round_index + 1]
+        if round_index + 1 < plan.head_rounds:
             yield from swap(plan.before, before)
         yield from steps()
-        if turn > 0:
-            yield from after[turn - 1 : turn]
+        if round_index > 0:
+            yield from after[round_index - 1 : round_index]
         yield from swap(plan.after, after)
     yield from after[-1:]
 

@@ -262,7 +262,7 @@ class Plan:
     heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union
     of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
 
-    With `rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
+    With `head_rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
 
     With `token_rounds` > 1 a rank does the same for parts of the tokens instead, in the order of their positions, and
@@ -285,7 +285,7 @@ class Plan:
     channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
     head_parallel_size: int = 1
     placement: str = PLACEMENTS[0]
-    rounds: int = 1
+    head_rounds: int = 1
     partials_in_16_bits: bool = False
     period: int | None = None
     width: int = 1
@@ -315,25 +315,25 @@ class Plan:
 
     @property
     def head_parts(self) -> int:
-        """The parts of the heads. A rank computes `rounds` of them, one after the other."""
-        return self.head_parallel_size * self.rounds
+        """The parts of the heads. A rank computes `head_rounds` of them, one after the other."""
+        return self.head_parallel_size * self.head_rounds
 
     @property
-    def turns(self) -> int:
-        """How often a rank swaps and runs the steps."""
-        return self.rounds * self.token_rounds
+    def rounds(self) -> int:
+        """How often a rank swaps and runs the steps: for all rounds of heads, or all of tokens."""
+        return self.head_rounds * self.token_rounds
 
-    def head_round(self, turn: int) -> int:
-        """The round of heads of a turn."""
-        return turn if self.token_rounds == 1 else 0
+    def head_round(self, round_index: int) -> int:
+        """The round of heads of a round of the plan."""
+        return round_index if self.token_rounds == 1 else 0
 
-    def range_of(self, turn: int) -> int:
+    def range_of(self, round_index: int) -> int:
         """The part of the tokens, in the order of positions, of a round of tokens."""
-        return self.token_rounds - 1 - turn if self.backward else turn
+        return self.token_rounds - 1 - round_index if self.backward else round_index
 
-    def block_share(self, turn: int) -> float:
+    def block_share(self, round_index: int) -> float:
         """The share of a block's pairs of tokens that are computed in a round, with a causal mask."""
-        return (2 * self.range_of(turn) + 1) / self.token_rounds**2 if self.token_rounds > 1 else 1.0
+        return (2 * self.range_of(round_index) + 1) / self.token_rounds**2 if self.token_rounds > 1 else 1.0
 
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
         """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas.
@@ -348,7 +348,7 @@ class Plan:
 
         With several rounds it gets its own ones and swaps them again.
         """
-        return self.head_parallel_size > 1 and self.rounds == 1
+        return self.head_parallel_size > 1 and self.head_rounds == 1
 
     @cached_property
     def rounds_overlap(self) -> bool:
@@ -357,7 +357,7 @@ class Plan:
         The swaps then do not share links with the first messages of a round, and blocks hide the last ones. This needs
         a round with more than one step of blocks. All ranks do as rank 0, because they swap in one order.
         """
-        return self.rounds > 1 and sum(bool(step.attend) for step in self.steps[0]) > 1
+        return self.head_rounds > 1 and sum(bool(step.attend) for step in self.steps[0]) > 1
 
     @property
     def before(self) -> tuple[SwapHeads, ...]:

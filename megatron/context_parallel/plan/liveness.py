@@ -24,7 +24,7 @@ def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
     With several rounds, also the tensors of the rank's own tokens for all heads, and those of two swaps in flight.
     """
     own = sum(units(t, kv_ratio) for t in (*plan.starts, *plan.ends))
-    return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio) / plan.rounds, own)
+    return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio) / plan.head_rounds, own)
 
 
 def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> int:
@@ -32,7 +32,7 @@ def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> 
 
     `work`: bytes that a kernel needs in each step besides.
     """
-    whole = replace(plan, rounds=1)
+    whole = replace(plan, head_rounds=1)
     own = sum(chunk_bytes(whole, t, shape, True) for t in (*plan.starts, *plan.ends))
     return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap, sent=False), own, work))
 
@@ -55,7 +55,7 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], own: float, work
         for op in swap:
             copies = sum(size(t, True) for t in op.tensors)
             peaks.append(sum(sizes[t] for t in there) + copies)
-    if plan.rounds == 1:
+    if plan.head_rounds == 1:
         return max(peaks)
     swapped = sum(size(t, True) for op in (*plan.before, *plan.after) for t in op.tensors)
     return own + max(peaks) + swapped

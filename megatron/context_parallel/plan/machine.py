@@ -115,7 +115,7 @@ class Block(NamedTuple):
 
     step: int
     attend: Attend
-    turn: int
+    round_index: int
 
 
 class Swap(NamedTuple):
@@ -180,10 +180,10 @@ class Machine:
         """The waits of rank `r`, in order. The steps of round k are counted from k times their number."""
         plan = self.plan
         count = len(plan.steps[r])
-        last = plan.turns - 1
+        last = plan.rounds - 1
         yield from _start_swap(plan.before, 0, 0)
         leaving: Iterable[Event] = ()
-        for k in range(plan.turns):
+        for k in range(plan.rounds):
             yield from [SwapWait(Swap(op, k)) for op in plan.before]
             entering = _start_swap(plan.before if k < last else (), k + 1, (k + 1) * count)
             if not plan.rounds_overlap:
@@ -203,7 +203,7 @@ class Machine:
             yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.after]
         yield from _start_swap(self.plan.after, k, end)
 
-    def _steps(self, r: int, turn: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
+    def _steps(self, r: int, round_index: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
         """The steps of a round of rank `r`, counted from `first`, with other events after the first block."""
         held = self.held[r] = {(t, r): 1 << r for t in self.plan.starts}
         arriving = self.arriving[r] = {}
@@ -233,7 +233,7 @@ class Machine:
                     elif key not in held:
                         raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which the rank does not have")
                 self._compute(r, s, attend)
-                yield Block(s, attend, turn)
+                yield Block(s, attend, round_index)
             if step.attend:
                 yield from meanwhile
         for (q_chunks, kv_chunks), done in begun.items():

@@ -53,7 +53,7 @@ class Costs(Protocol):
 
     flows: Flows
 
-    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
+    def block(self, group: int, rank: int, attend: Attend, round_index: int) -> Task:
         """The task of a block in a round."""
         ...
 
@@ -75,8 +75,8 @@ class _Alone:
         self.transfer_time = transfer_time
         self.flows = Flows()
 
-    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
-        return Task(attend.share * self.plan.block_share(turn) * self.block_time(attend, self.plan))
+    def block(self, group: int, rank: int, attend: Attend, round_index: int) -> Task:
+        return Task(attend.share * self.plan.block_share(round_index) * self.block_time(attend, self.plan))
 
     def overhead(self, group: int, rank: int, work: Overhead) -> None:
         return None
@@ -189,7 +189,7 @@ class Clock:
         if self.machines[group].started:
             self._run_operations(group)
         if isinstance(event, Block):
-            task = self.costs.block(group, place, event.attend, event.turn)
+            task = self.costs.block(group, place, event.attend, event.round_index)
             self.flows.add(partial(self._computed, rank, event, self.flows.now), task)
         elif isinstance(event, Wait):
             if event.batch.done:

@@ -68,7 +68,7 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSe
         elif rows is not None and not swap:
             share *= rows.share(t)
         total += chunk_bytes(plan, t.tensor, sizes, swap) * share
-    return round(plan.turns * total)
+    return round(plan.rounds * total)
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
@@ -102,4 +102,4 @@ def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = Tr
     }[tensor]
     narrow = whole or (sent and not swap and plan.partials_in_16_bits)
     size = numbers * (shape.itemsize if narrow else shape.partial_itemsize) + statistics * statistic
-    return size // (plan.turns if swap else plan.rounds)
+    return size // (plan.rounds if swap else plan.head_rounds)

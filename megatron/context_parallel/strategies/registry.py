@@ -172,7 +172,7 @@ class Strategy:
             channels=self.channels,
             head_parallel_size=size,
             placement=placement,
-            rounds=head_rounds,
+            head_rounds=head_rounds,
             partials_in_16_bits=partials_in_16_bits,
             period=period,
             width=width,

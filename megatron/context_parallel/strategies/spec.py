@@ -99,7 +99,7 @@ class Choice:
         if self.back is None:
             return forward
         back = self.back.plan(n, backward=True, **given)
-        places = [(plan.layout, plan.head_parallel_size, plan.placement, plan.rounds) for plan in (forward, back)]
+        places = [(plan.layout, plan.head_parallel_size, plan.placement, plan.head_rounds) for plan in (forward, back)]
         if places[0] != places[1]:
             named = "layout {}, head-parallel size {}, placement {}, head rounds {}"
             told = [named.format(*place) for place in places]

@@ -127,7 +127,7 @@ def in_rounds(found: Candidate, workload: Workload) -> Iterator[Candidate]:
     for rounds in ROUNDS:
         if rounds in fits:
             choice = replace(found.choice, common=found.choice.common | {"head_rounds": rounds})
-            yield Candidate(choice, tuple([replace(plan, rounds=rounds) for plan in found.plans]))
+            yield Candidate(choice, tuple([replace(plan, head_rounds=rounds) for plan in found.plans]))
 
 
 def in_token_rounds(found: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[Candidate]:

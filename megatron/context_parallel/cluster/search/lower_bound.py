@@ -131,8 +131,8 @@ class _Rank:
         if plan.token_rounds > 1:
             for step in plan.steps[self.place]:
                 yield step.attend, (plan.token_rounds - 1) * [*before, *after]
-        for k in range(plan.rounds if plan.token_rounds == 1 else 0):
-            beside = (before if k < plan.rounds - 1 else []) + (after if k else [])
+        for k in range(plan.head_rounds if plan.token_rounds == 1 else 0):
+            beside = (before if k < plan.head_rounds - 1 else []) + (after if k else [])
             for step in plan.steps[self.place]:
                 yield step.attend, [*self._moved(step.comm), *beside]
                 beside = []

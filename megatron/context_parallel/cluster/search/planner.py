@@ -287,7 +287,7 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
     alike = defaultdict[tuple, list[str]](list)
     found = dict[str, Prediction]()
     for spec, (plan, _) in choices.items():
-        alike[plan.layout, plan.head_parallel_size, plan.placement, plan.rounds].append(spec)
+        alike[plan.layout, plan.head_parallel_size, plan.placement, plan.head_rounds].append(spec)
     for specs in alike.values():
         first = min(specs, key=lambda spec: ranked[spec].passes[0].seconds)
         second = min(specs, key=lambda spec: ranked[spec].passes[1].seconds)

@@ -177,7 +177,7 @@ def pass_buffers(plan: Plan, shape: Shape, ranks: Iterable[int], cut: Blocks | N
     kernels = BlockMemory(plan, shape, cut)
     if plan.backward and plan.token_rounds > 1:
         return token_rounds_bytes(plan, shape, kernels)
-    whole = replace(plan, rounds=1)
+    whole = replace(plan, head_rounds=1)
     own = chunk_bytes(whole, T.Q, shape, False) + chunk_bytes(whole, T.KV, shape, False)
     if plan.backward and plan.keeps_swapped:  # also the output gradient as it came
         own -= shape.itemsize * shape.rows * shape.heads * shape.head_dim

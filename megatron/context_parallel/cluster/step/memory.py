@@ -296,7 +296,7 @@ def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryI
         yield MemoryItem("gathered hidden states", size, "tokens x hidden size, for the tensor-parallel products")
     if run.implementation == "cpu" and run.pipeline_model_parallel_size > 1:
         last = stage == run.pipeline_model_parallel_size - 1  # its last part makes a loss
-        size = round(_in_flight(run, stage) * run.turns - last) * _hidden(model, run)
+        size = round(_in_flight(run, stage) * run.virtual_stages - last) * _hidden(model, run)
         yield MemoryItem("pipeline outputs", size, "hidden states of each part in flight of a stage")
 
 
@@ -319,7 +319,7 @@ class _LayerCounts:
         if run.recompute_method == "uniform":
             self.recomputed, self.groups, self.working = layers, -(-layers // each), min(each, layers)
         else:
-            self.recomputed = self.groups = min(layers, run.turns * each)
+            self.recomputed = self.groups = min(layers, run.virtual_stages * each)
             # Layers that are kept are freed before the first recomputation.
             self.working = 1 if self.recomputed == layers else 0
         self.whole = layers - self.recomputed
@@ -396,10 +396,10 @@ def _hidden(model: ModelShape, run: TrainConfig) -> int:
 
 def _in_flight(run: TrainConfig, stage: int) -> float:
     """Micro batches whose activations a stage holds at once; an interleaved schedule counts in parts of a stage."""
-    stages, turns = run.pipeline_model_parallel_size, run.turns
-    if turns == 1:
+    stages, virtual = run.pipeline_model_parallel_size, run.virtual_stages
+    if virtual == 1:
         return min(stages - stage, run.micro_batches)
-    return min((stages * turns + stages - 1 - 2 * stage) / turns, run.micro_batches)
+    return min((stages * virtual + stages - 1 - 2 * stage) / virtual, run.micro_batches)
 
 
 # --------------------------------------------------------------------------------------------- work of a moment

@@ -147,7 +147,7 @@ class StageTime:
         """Layers that full recomputation computes again."""
         if self.run.recompute_method == "uniform":
             return self.layers
-        return min(self.layers, self.run.turns * (self.run.recompute_num_layers or 0))
+        return min(self.layers, self.run.virtual_stages * (self.run.recompute_num_layers or 0))
 
     def _recomputed(self) -> list[SecondsByKind]:
         """Forward passes that the backward pass repeats; where attention's output is kept, only its swap of heads."""
@@ -275,8 +275,8 @@ class StageTime:
 
     def _pipeline(self, busy: float) -> float:
         """Seconds of a pass that wait for the next stage. An interleaved pipeline sends while it computes."""
-        seconds = self.run.turns * self._to_next_stage()
-        return seconds if self.run.turns == 1 else max(0.0, seconds - busy)
+        seconds = self.run.virtual_stages * self._to_next_stage()
+        return seconds if self.run.virtual_stages == 1 else max(0.0, seconds - busy)
 
     def _filling(self, busy: float) -> float:
         """Seconds of all passes that wait for the next stage while an interleaved pipeline fills, or empties.
@@ -287,10 +287,10 @@ class StageTime:
         computes both ways.
         """
         run = self.run
-        if run.turns == 1:
+        if run.virtual_stages == 1:
             return 0.0
-        messages = run.turns * run.pipeline_model_parallel_size - 1
-        return messages * min(self._to_next_stage(), busy / run.turns)  # what a part does not hide always counts
+        messages = run.virtual_stages * run.pipeline_model_parallel_size - 1
+        return messages * min(self._to_next_stage(), busy / run.virtual_stages)  # the rest always counts
 
     def _to_next_stage(self) -> float:
         """Seconds of the messages from each stage to the next, all at once."""

@@ -56,7 +56,7 @@ def forecast_step(
     slowest = max(range(len(stages)), key=lambda stage: micro[stage])
     parts = dict.fromkeys(PARTS, 0.0) | {k: v * run.micro_batches for k, v in stages[slowest].micro_batch.items()}
     parts[PIPELINE] += stages[slowest].filling
-    parts[BUBBLE] = (sum(micro) - micro[slowest]) / run.turns
+    parts[BUBBLE] = (sum(micro) - micro[slowest]) / run.virtual_stages
     parts |= stages[slowest].once
     seconds = sum(parts.values())
     flops = model.flops_per_sequence(run.seq_length) * run.global_batch_size

@@ -102,7 +102,7 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     ranks = f"{plan.n} ranks"
     if plan.head_parallel_size > 1:
         ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.head_parallel_size} of the heads"
-        ranks += f" in {plan.rounds} rounds" if plan.rounds > 1 else ""
+        ranks += f" in {plan.head_rounds} rounds" if plan.head_rounds > 1 else ""
         ranks += f" in {plan.token_rounds} rounds of tokens" if plan.token_rounds > 1 else ""
     title = f"{plan.name}, {ranks}, {plan.layout} layout, {'backward' if plan.backward else 'forward'}"
     return Picture(title, plan.n, lanes, bars, round(run.finish, 6), transfer_time)
