@@ -179,9 +179,9 @@ def test_any_strategy_is_wrapped_unchanged(name):
     for causal, backward in PASSES:
         alone = STRATEGIES["ring" if name == "usp" else name].plan(4, causal=causal, backward=backward)
         plan = strategy.plan(12, causal=causal, backward=backward, head_parallel_size=3)
-        assert [*plan.steps] == [*alone.steps] and (plan.n, plan.size) == (4, 12)
+        assert [*plan.steps] == [*alone.steps] and (plan.n, plan.all_ranks) == (4, 12)
         inside, whole = verify(alone), verify(plan)
-        ours = sum(units(t) for t in (*plan.before[0].tensors, *plan.after[0].tensors)) * 2 / 3
+        ours = sum(units(t) for t in (*plan.swaps_before[0].tensors, *plan.swaps_after[0].tensors)) * 2 / 3
         assert ours == pytest.approx(4 * 2 / 3)
         assert whole.received == pytest.approx(inside.received + ours)
         assert max(whole.peak) >= max(inside.peak)

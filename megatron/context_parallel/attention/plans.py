@@ -112,7 +112,7 @@ class Plans:
         Raises:
             UsageError: the rounds do not divide the tokens of a rank.
         """
-        tokens, rounds = length // plan.size, plan.token_rounds
+        tokens, rounds = length // plan.all_ranks, plan.token_rounds
         if rounds == 1:
             return ()
         if tokens % rounds:

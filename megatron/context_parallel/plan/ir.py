@@ -256,11 +256,11 @@ class Steps(Sequence):
 class Plan:
     """One pass (forward or backward) of one distributed attention on `n` ranks.
 
-    Chunk i belongs to rank i. Its tensors start there (`starts`) and its results must end there (`ends`).
+    Chunk i belongs to rank i. Its tensors start there (`inputs`) and its results must end there (`results`).
 
-    With `head_parallel_size` > 1 there are so many groups of n ranks. Each group runs the steps for its part of the
-    heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union
-    of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
+    With `head_parallel_size` > 1 the `all_ranks` are so many groups of n ranks. Each group runs the steps for its part
+    of the heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a
+    union of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
 
     With `head_rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
@@ -297,7 +297,7 @@ class Plan:
         return len(self.steps)
 
     @property
-    def size(self) -> int:
+    def all_ranks(self) -> int:
         """The number of all ranks, including those of other heads."""
         return self.n * self.head_parallel_size
 
@@ -309,7 +309,7 @@ class Plan:
         return RankGrid(("context", "heads"), (self.n, self.head_parallel_size))
 
     def chunk_of(self, rank: int) -> int:
-        """The chunk (of `size`) that a rank owns. The placement moves data, so that a swap stays in its head group."""
+        """The chunk of a rank (of all ranks). The placement moves data, so that a swap stays in its head group."""
         place = self.grid.coordinates(rank)
         return parts(self.layout, place["context"], self.n, self.head_parallel_size)[place["heads"]]
 
@@ -360,17 +360,22 @@ class Plan:
         return self.head_rounds > 1 and sum(bool(step.attend) for step in self.steps[0]) > 1
 
     @property
-    def before(self) -> tuple[SwapHeads, ...]:
+    def swaps_before(self) -> tuple[SwapHeads, ...]:
         """The swap before the steps of a round."""
-        tensors = (T.DO,) if self.backward and self.keeps_swapped else self.starts
+        tensors = (T.DO,) if self.backward and self.keeps_swapped else self.inputs
         return (SwapHeads(tensors, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
 
     @property
-    def after(self) -> tuple[SwapHeads, ...]:
+    def swaps_after(self) -> tuple[SwapHeads, ...]:
         """The swap after the steps of a round."""
-        return (SwapHeads(self.ends, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
+        return (SwapHeads(self.results, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
 
-    def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
+    @property
+    def swaps(self) -> tuple[SwapHeads, ...]:
+        """Both swaps of a round."""
+        return self.swaps_before + self.swaps_after
+
+    def swap_transfers(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
         """The transfers of `rank` (of all ranks) in a head swap, as shares of chunks of the steps."""
         chunk = self.grid.coordinates(rank)["context"]
         peers = [peer for peer in self.grid.along(rank, "heads") if peer != rank]
@@ -380,9 +385,9 @@ class Plan:
     def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
         """The communicators of `rank` (of all ranks), each as (channel, ranks), sorted."""
         place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
-        everyone = tuple(range(self.size))
+        everyone = tuple(range(self.all_ranks))
         needed = {(channel, everyone) for channel in self.channels}
-        needed.update((op.channel, everyone) for op in self.before)
+        needed.update((op.channel, everyone) for op in self.swaps_before)
         for step in self.steps[place]:
             for op in step.comm:
                 if isinstance(op, Collective):
@@ -409,12 +414,12 @@ class Plan:
         return op.tensor is not T.O and not self.partials_in_16_bits
 
     @property
-    def starts(self) -> tuple[T, T]:
+    def inputs(self) -> tuple[T, T]:
         """The tensors of its own chunk that a rank has before the steps."""
         return (T.QDO, T.KV) if self.backward else (T.Q, T.KV)
 
     @property
-    def ends(self) -> tuple[T, ...]:
+    def results(self) -> tuple[T, ...]:
         """The results of its own chunk that a rank has after the steps."""
         return (T.DQ, T.DKV) if self.backward else (T.O,)
 

@@ -162,7 +162,7 @@ class Machine:
         self.n = plan.n
         self.shift = Shift(plan.n, period, plan.width) if period else Shift(plan.n, plan.n)
         self.moves = self.shift.period < plan.n
-        self.ends = plan.ends
+        self.results = plan.results
         self.buffered = buffered
         self.held: list[dict[Key, int]] = [{} for _ in range(self.shift.period)]  # in the round at work
         self.arriving: list[Arriving] = [{} for _ in self.held]
@@ -181,11 +181,11 @@ class Machine:
         plan = self.plan
         count = len(plan.steps[r])
         last = plan.rounds - 1
-        yield from _start_swap(plan.before, 0, 0)
+        yield from _start_swap(plan.swaps_before, 0, 0)
         leaving: Iterable[Event] = ()
         for k in range(plan.rounds):
-            yield from [SwapWait(Swap(op, k)) for op in plan.before]
-            entering = _start_swap(plan.before if k < last else (), k + 1, (k + 1) * count)
+            yield from [SwapWait(Swap(op, k)) for op in plan.swaps_before]
+            entering = _start_swap(plan.swaps_before if k < last else (), k + 1, (k + 1) * count)
             if not plan.rounds_overlap:
                 yield from entering
             yield from self._steps(r, k, k * count, chain(entering, leaving))
@@ -193,19 +193,19 @@ class Machine:
             if not plan.rounds_overlap:
                 yield from leaving
         yield from leaving
-        yield from [SwapWait(Swap(op, last)) for op in plan.after]
+        yield from [SwapWait(Swap(op, last)) for op in plan.swaps_after]
 
     def _leave(self, r: int, k: int, end: int, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:
         """The end of round k: what its last steps bring, and the swap back."""
         for key in list(arriving):
             yield from self._receive(r, end, key, held, arriving)
         if k > 0:
-            yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.after]
-        yield from _start_swap(self.plan.after, k, end)
+            yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.swaps_after]
+        yield from _start_swap(self.plan.swaps_after, k, end)
 
     def _steps(self, r: int, round_index: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
         """The steps of a round of rank `r`, counted from `first`, with other events after the first block."""
-        held = self.held[r] = {(t, r): 1 << r for t in self.plan.starts}
+        held = self.held[r] = {(t, r): 1 << r for t in self.plan.inputs}
         arriving = self.arriving[r] = {}
         backward, begun = self.plan.backward, self.begun[r]
         for s, step in enumerate(self.plan.steps[r], first):
@@ -270,9 +270,9 @@ class Machine:
             self.begun[r][block] = attend.heads[1]
             return
         visible_pairs = self.plan.visible_pairs
-        self._add(r, s, self.ends[0], attend.q_chunks, visible_pairs.rows, attend.kv_chunks)
+        self._add(r, s, self.results[0], attend.q_chunks, visible_pairs.rows, attend.kv_chunks)
         if self.plan.backward:
-            self._add(r, s, self.ends[1], attend.kv_chunks, visible_pairs.columns, attend.q_chunks)
+            self._add(r, s, self.results[1], attend.kv_chunks, visible_pairs.columns, attend.q_chunks)
 
     def _check_whole(self, r: int, s: int, key: Key) -> None:
         """Raises PlanError if a partial that leaves has some heads only of a block."""

@@ -277,7 +277,7 @@ class Clock:
             return
         groups = range(len(self.machines))
         ranks = [self.plan.grid.rank(heads=g, context=place) for g in groups]
-        transfers = [t for r in ranks for t in self.plan.swapped(op, r) if t.receiver == r]
+        transfers = [t for r in ranks for t in self.plan.swap_transfers(op, r) if t.receiver == r]
         start = self.flows.now
 
         def swapped() -> None:

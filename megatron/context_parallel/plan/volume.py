@@ -74,8 +74,8 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSe
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
     """The transfers that a rank receives in a round, and whether each is in a head swap."""
     place = plan.grid.coordinates(rank)["context"]
-    for swap in (*plan.before, *plan.after):
-        yield from ((t, True) for t in plan.swapped(swap, rank) if t.receiver == rank)
+    for swap in plan.swaps:
+        yield from ((t, True) for t in plan.swap_transfers(swap, rank) if t.receiver == rank)
     for op in (op for step in plan.steps[place] for op in step.comm):
         yield from ((t, False) for t in op.transfers(place) if t.receiver == place)
 

@@ -59,7 +59,7 @@ class Executor:
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
         self.keys: Value | None = None  # gathered from several chunks, while successive blocks use the same ones
         self.key_grads: Value | None = None  # their gradients
-        self.q = inputs[plan.starts[0]][0]
+        self.q = inputs[plan.inputs[0]][0]
         self.rows = rows_of_rank(problem.row_sets, rank, problem.blocks, self.q.device)
         self.blocks = self.rows.blocks
         self.k, self.v = inputs[T.KV]
@@ -90,17 +90,17 @@ class Executor:
                 yield from meanwhile
         recorder.at_step(len(steps))
         if self.plan.rounds_overlap:  # the next round is computed before the results of this one are there
-            self._free([(t, self.rank) for t in self.plan.starts])
+            self._free([(t, self.rank) for t in self.plan.inputs])
             self.q, self.k, self.v = (x[:0].clone() for x in (self.q, self.k, self.v))  # for their dtype and device
 
     def results(self) -> Program[dict[T, Value]]:
         """Waits for what the steps launched last. Returns the final tensors of the plan."""
-        for t in self.plan.ends:
+        for t in self.plan.results:
             if (t, self.rank) in self.arriving:
                 yield from self._arrive((t, self.rank))
         for works in self.launched.values():
             yield from works
-        return {t: self._take((t, self.rank)) for t in self.plan.ends}
+        return {t: self._take((t, self.rank)) for t in self.plan.results}
 
     # -- communication -----------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class HeadGroup:
 
         if self.plan.rounds == 1:  # otherwise the copies would take memory while another round is computed
             copy_own()
-        return StartedSwap(marks.batch(SWAPS, (self.plan.before[0],), work), land)
+        return StartedSwap(marks.batch(SWAPS, (self.plan.swaps_before[0],), work), land)
 
     def to_chunks(self, tensors: Sequence[Tensor], into: list[Tensor]) -> StartedSwap:
         """The inverse of `to_heads`: swaps [s * size, b, h, ...] for `into`, each [s, b, size, h, ...]."""
@@ -128,7 +128,7 @@ class HeadGroup:
             _copy(_reversed(self._by_heads(received_parts, chunks)))
             return into
 
-        return StartedSwap(marks.batch(SWAPS, (self.plan.after[0],), work), land)
+        return StartedSwap(marks.batch(SWAPS, (self.plan.swaps_after[0],), work), land)
 
     def _trade(self, sent: Tensor, received: Tensor) -> Work:
         """Starts the messages of a swap; with several rounds so that they travel while this rank computes."""

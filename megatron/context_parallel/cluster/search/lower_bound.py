@@ -41,7 +41,7 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent:
     """
     ranks = _looked_at(links)
     shared = links.cluster.shared_cores
-    cores = shared / links.together if shared else plan.size
+    cores = shared / links.together if shared else plan.all_ranks
     size_of = cache(lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap))
     wires = defaultdict[tuple, float](float)  # seconds of each link, all steps
     computed = [0.0] * len(ranks)  # seconds of each rank, all steps
@@ -56,7 +56,7 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent:
             wires[link] += seconds
         busy += step.busy
         moved = max(step.wires.values(), default=0.0) + step.latency
-        worked = max(step.longest, step.busy / len(ranks) * plan.size / cores)
+        worked = max(step.longest, step.busy / len(ranks) * plan.all_ranks / cores)
         likely += max(moved, worked)
     return PassBound(float(max([*wires.values(), *computed, busy / cores])), float(likely))
 
@@ -125,8 +125,8 @@ class _Rank:
     def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[MessageCost]]]:
         """The blocks of each step, and its messages. The swaps beside a round belong to its first step."""
         plan = self.plan
-        before = [message for swap in plan.before for message in self._swapped(swap)]
-        after = [message for swap in plan.after for message in self._swapped(swap)]
+        before = [message for swap in plan.swaps_before for message in self._swapped(swap)]
+        after = [message for swap in plan.swaps_after for message in self._swapped(swap)]
         yield (), before
         if plan.token_rounds > 1:
             for step in plan.steps[self.place]:
@@ -139,7 +139,7 @@ class _Rank:
         yield (), after
 
     def _swapped(self, op: SwapHeads) -> list[MessageCost]:
-        moved = self.plan.swapped(op, self.rank)
+        moved = self.plan.swap_transfers(op, self.rank)
         return [(t.sender, t.receiver, self.bytes(t.tensor, True) * t.share) for t in moved]
 
     def _moved(self, comm: tuple[Comm, ...]) -> Iterator[MessageCost]:

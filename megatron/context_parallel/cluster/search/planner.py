@@ -299,7 +299,7 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
 
 def memory(plan: Plan, workload: Workload) -> int:
     """Bytes that a pass takes beyond its queries, keys and values, on the first or the last rank of the steps."""
-    return round(pass_buffers(plan, workload.shape(plan.size), {0, plan.n - 1}))
+    return round(pass_buffers(plan, workload.shape(plan.all_ranks), {0, plan.n - 1}))
 
 
 def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:

@@ -91,11 +91,11 @@ def simulate(
         PlanError: as `trace`.
     """
     devices = devices or range(cluster.ranks)
-    if len(devices) != plan.size:
-        raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give {plan.size} devices")
+    if len(devices) != (ranks := plan.all_ranks):
+        raise UsageError(f"{cluster.name}: {len(devices)} devices for {ranks} ranks; give {ranks} devices")
     if blocks is None:
-        blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    folded = plan.size > all_up_to and rows is None and starts is None
+        blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.all_ranks // batch, dtype)
+    folded = plan.all_ranks > all_up_to and rows is None and starts is None
     symmetry = _symmetry(plan, blocks, period_of_links(cluster, devices)) if folded else Symmetry.none(plan)
     links = Links(cluster, symmetry.representative, devices, others)
     costs = _Costs(plan, shape, blocks, links, symmetry, rows)

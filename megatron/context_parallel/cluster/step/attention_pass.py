@@ -83,7 +83,7 @@ def _met_rows(mask: Mask, layout: str, n: int, length: int) -> MetRows:
 
 def simulated_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
     """The same for a simulation, which has to simulate every rank then: of many ranks whole chunks."""
-    return attention_rows(plan, mask, length) if plan.size <= MANY_RANKS else None
+    return attention_rows(plan, mask, length) if plan.all_ranks <= MANY_RANKS else None
 
 
 def attention_forecast(

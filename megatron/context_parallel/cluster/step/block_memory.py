@@ -153,5 +153,5 @@ def packed_bytes(plan: Plan, shape: Shape) -> float:
     if plan.head_rounds == 1:
         return 0.0
     others = (plan.head_parallel_size - 1) / plan.head_parallel_size
-    swapped = sum(chunk_bytes(plan, t, shape, True) for op in (*plan.before, *plan.after) for t in op.tensors)
+    swapped = sum(chunk_bytes(plan, t, shape, True) for op in plan.swaps for t in op.tensors)
     return (2 * others - 1) * swapped

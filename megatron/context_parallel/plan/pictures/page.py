@@ -62,7 +62,7 @@ class _Pass:
         }
 
     def _bar(self, bar: Bar, shown: Picture) -> dict:
-        swap = shown.lanes[bar.lane] in {op.channel for op in self.plan.before}
+        swap = shown.lanes[bar.lane] in {op.channel for op in self.plan.swaps_before}
         return {
             "rank": bar.rank,
             "lane": bar.lane,
