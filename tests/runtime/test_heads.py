@@ -418,7 +418,7 @@ def test_gradients_of_one_head_are_summed_in_float32(n, rounds):
 def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads, rounds):
     moved = Counter()
     buffers = []  # of messages, and their tensors
-    exchange, trade, messages = LocalTransport.exchange, LocalTransport.trade, head_swap._messages
+    exchange, all_to_all, messages = LocalTransport.exchange, LocalTransport.all_to_all, head_swap._messages
 
     def noted_messages(chunks):
         buffers.append(messages(chunks))
@@ -428,14 +428,14 @@ def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads, ro
         moved[self.rank] += sum(x.numel() for _, x in receives if x.shape[-1] == DIM and x.is_floating_point())
         return exchange(self, channel, sends, receives)
 
-    def noted_trade(self, channel, group, sent, received, at_once=False):
+    def noted_all_to_all(self, channel, group, sent, received, at_once=False):
         assert buffers[-1][0] is received
         moved[self.rank] += sum(x.numel() for x in buffers[-1][1] if x.shape[-1] == DIM)
-        return trade(self, channel, group, sent, received, at_once)
+        return all_to_all(self, channel, group, sent, received, at_once)
 
     monkeypatch.setattr(head_swap, "_messages", noted_messages)
     monkeypatch.setattr(LocalTransport, "exchange", noted_exchange)
-    monkeypatch.setattr(LocalTransport, "trade", noted_trade)
+    monkeypatch.setattr(LocalTransport, "all_to_all", noted_all_to_all)
     n, causal = 6, True
     ranks = AllRanks(n, "loongtrain", "cyclic", head_parallel_size=3, inner_ring_size=2, head_rounds=rounds)
     tensors = problem(n, heads, kv_heads, torch.float32)

@@ -100,7 +100,7 @@ def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
     def make() -> tuple[Plan, Problem]:
         mask = Mask(how.causal, window, documents)
         if documents and documents.placement and not sizes.backward:
-            cp.compare(documents.placement)
+            cp.check_same_placement(documents.placement)
         blocks = cp.plans.blocks(mask, lengths, kernel)
         plan = cp.plans.of(mask, lengths, heads, kv_heads, backward=sizes.backward)
         sets = cp.plans.row_sets(plan, blocks)
@@ -178,7 +178,7 @@ def _attention_backward(
     dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *inputs)
     results = [cp.join(of_ranks, placement) for of_ranks in grads]
     if sinks is not None:
-        results.append(cp.add_up(dsinks, sinks.dtype))
+        results.append(cp.sum_over_ranks(dsinks, sinks.dtype))
     return results
 
 

@@ -402,11 +402,11 @@ class Plan:
         place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         found = set[tuple[str, int, int]]()
         for op in (op for step in self.steps[place] for op in step.comm):
-            if isinstance(op, Message) or (isinstance(op, ReduceScatter) and not self.can_sum(op)):
+            if isinstance(op, Message) or (isinstance(op, ReduceScatter) and not self.can_reduce(op)):
                 found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(place))
         return found
 
-    def can_sum(self, op: ReduceScatter) -> bool:
+    def can_reduce(self, op: ReduceScatter) -> bool:
         """Whether a library may sum the partials.
 
         Outputs are not merely summed. Sums in 16 bits would be rounded on each rank; a message is rounded once.

@@ -154,24 +154,24 @@ class Executor:
         """Each rank gets the partials of its chunk from all other ranks, or their sum from the transport."""
         place = op.group.index(self.rank)
         own = op.tensor, op.chunks[place]
-        can_sum = self._can_sum(op)
+        can_reduce = self._can_reduce(op)
         for chunk in op.chunks:
             key = op.tensor, chunk
-            if key in self.arriving and (can_sum or key != own):
+            if key in self.arriving and (can_reduce or key != own):
                 yield from self._arrive(key)
-        if can_sum:
-            yield from self._sum(op, own, op.group[place - 1])
+        if can_reduce:
+            yield from self._library_reduce_scatter(op, own, op.group[place - 1])
         else:
             yield from self._exchange_partials(op, own, place)
 
-    def _can_sum(self, op: ReduceScatter) -> bool:
+    def _can_reduce(self, op: ReduceScatter) -> bool:
         """Whether the transport can sum gradients, and all of their chunks have the same number of rows."""
-        if not (self.plan.can_sum(op) and self.transport.can_sum):
+        if not (self.plan.can_reduce(op) and self.transport.can_reduce):
             return False
         rows = self.problem.blocks.chunks(op.tensor).rows
         return len({rows(chunk) for chunk in op.chunks}) == 1
 
-    def _sum(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
+    def _library_reduce_scatter(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
         """A reduce-scatter by the transport, without a buffer for each other rank."""
         parts = [self._removed((op.tensor, chunk)) for chunk in op.chunks]
         yield from self._make_room(op.channel)
@@ -220,7 +220,7 @@ class Executor:
     def _arrive(self, key: Key) -> Program[None]:
         """Waits for all messages for `key`, and merges them."""
         for work, peer, value in self.arriving.pop(key):
-            recorder.need(*key, self.transport.world(peer))
+            recorder.need(*key, self.transport.world_rank(peer))
             yield work
             self._put(key, value, peer)
 

@@ -132,7 +132,7 @@ class HeadGroup:
 
     def _trade(self, sent: Tensor, received: Tensor) -> Work:
         """Starts the messages of a swap; with several rounds so that they travel while this rank computes."""
-        return self.transport.trade(SWAPS, self.members, sent, received, at_once=self.plan.rounds > 1)
+        return self.transport.all_to_all(SWAPS, self.members, sent, received, at_once=self.plan.rounds > 1)
 
     def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
         """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""

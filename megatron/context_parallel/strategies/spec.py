@@ -108,7 +108,7 @@ class Choice:
         return back if backward else forward
 
 
-def asked(spec: "str | Choice", **options: object) -> str:
+def spec_text(spec: "str | Choice", **options: object) -> str:
     """`spec` and `options` in one text, unchecked."""
     text = spec.spec if isinstance(spec, Choice) else str(spec)
     given = _written({name: value for name, value in options.items() if value is not None})

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.measure.probe import probe
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.runtime.comm.communicators import joined, meet
+from megatron.context_parallel.runtime.comm.communicators import group_of_this_rank, rendezvous
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
-from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, parse_spec
+from megatron.context_parallel.strategies import AUTO, COMMON, Choice, parse_spec, spec_text
 
 from .candidates import DTYPES, Workload
 from .plainness import reason
@@ -47,9 +47,9 @@ def resolve(
     """
     if strategy != AUTO:
         return parse_spec(strategy, **options)
-    group = joined(group)
+    group = group_of_this_rank(group)
     given = {"workload": workload, "cluster": cluster, **options}
-    meet(group, f"--cp-strategy {asked(AUTO, **given)}")  # else ranks with other arguments would wait for each other
+    rendezvous(group, f"--cp-strategy {spec_text(AUTO, **given)}")  # else ranks with others would wait forever
     if not isinstance(workload, Workload):
         wrong = "" if workload is None else f"; workload is of type {type(workload).__name__}"
         raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...){wrong}")
