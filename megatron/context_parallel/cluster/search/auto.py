@@ -16,7 +16,7 @@ from megatron.context_parallel.strategies import AUTO, COMMON, Choice, parse_spe
 
 from .candidates import DTYPES, Workload
 from .plainness import reason
-from .planner import GroupDevices, Search, search
+from .planner import GroupDevices, SearchResult, search
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +61,14 @@ def resolve(
         raise UsageError(f"{name}={value}: --cp-strategy {AUTO} chooses the options of strategies; leave it out")
     here = measured(workload, group) if cluster is None else cluster
 
-    def search_on_first_rank() -> Search:
+    def search_on_first_rank() -> SearchResult:
         described = load_cluster(here, "--cp-cluster") if isinstance(here, str) else here
         return search(workload, GroupDevices(described.part(dist.get_world_size(group))), fixed)
 
     return choose_on_group(group, search_on_first_rank)
 
 
-def choose_on_group(group: dist.ProcessGroup, search_on_first_rank: Callable[[], Search]) -> Choice:
+def choose_on_group(group: dist.ProcessGroup, search_on_first_rank: Callable[[], SearchResult]) -> Choice:
     """The best choice that the first rank of a group finds, on all of its ranks. They call this together.
 
     Raises:
@@ -97,7 +97,7 @@ def measured(workload: Workload, group: dist.ProcessGroup) -> Cluster:
     )
 
 
-def headline(result: Search) -> str:
+def headline(result: SearchResult) -> str:
     """One line: the choice, as a flag that reproduces it, and what was predicted."""
     best, fastest = result.best, next(iter(result.ranked))
     milliseconds = 1e3 * result.ranked[best].seconds

@@ -21,12 +21,12 @@ class PassBound(NamedTuple):
     """Seconds of a pass.
 
     Attributes:
-        least: the lower bound: the busiest link sends its bytes, and the busiest rank computes its blocks.
-        likely: the estimate: each step takes the longer of its blocks and its messages. It orders the simulations.
+        lower_bound: the lower bound: the busiest link sends its bytes, and the busiest rank computes its blocks.
+        estimate: the estimate: each step takes the longer of its blocks and its messages. It orders the simulations.
     """
 
-    least: float
-    likely: float
+    lower_bound: float
+    estimate: float
 
 
 def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent: RowSets | None = None) -> PassBound:
@@ -45,7 +45,7 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent:
     size_of = cache(lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap))
     wires = defaultdict[tuple, float](float)  # seconds of each link, all steps
     computed = [0.0] * len(ranks)  # seconds of each rank, all steps
-    busy, likely = 0.0, 0.0
+    busy, estimate = 0.0, 0.0
     for works in zip_longest(*(_Rank(plan, rank, size_of, sent).steps() for rank in ranks), fillvalue=((), ())):
         step = _Step(links, ranks)
         for i, (attends, messages) in enumerate(works):
@@ -57,8 +57,8 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent:
         busy += step.busy
         moved = max(step.wires.values(), default=0.0) + step.latency
         worked = max(step.longest, step.busy / len(ranks) * plan.all_ranks / cores)
-        likely += max(moved, worked)
-    return PassBound(float(max([*wires.values(), *computed, busy / cores])), float(likely))
+        estimate += max(moved, worked)
+    return PassBound(float(max([*wires.values(), *computed, busy / cores])), float(estimate))
 
 
 def _looked_at(links: Links) -> list[int]:

@@ -101,9 +101,8 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
             far += 1
             continue
         group, *others = split.groups("context")
-        place = GroupDevices(cluster, group, others)
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
-        found = search(workload_of(model, split), place, most=most)
+        found = search(workload_of(model, split), GroupDevices(cluster, group, others), max_simulated=most)
         rejected += found.rejected
         specs = _taken([*found.ranked], found.slower)
         slower += len(found.ranked) + len(found.slower) - len(specs)
