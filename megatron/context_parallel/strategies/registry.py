@@ -79,7 +79,7 @@ class Strategy:
         """Whether it is one of this package's, not of a user."""
         return self.write.__module__.startswith(f"{__package__}.")
 
-    def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
+    def with_current_names(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
         every = [option for strategy in STRATEGIES.values() for option in strategy.options.values()]
         today = {option.formerly: option.name for option in every if option.formerly}
@@ -91,17 +91,17 @@ class Strategy:
             found[name] = value
         return found
 
-    def read(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
+    def parse_options(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
         """The values of `options`, each a text or a value. Raises UsageError for an unknown option."""
         if unknown := options.keys() - self.options.keys():
             name = min(unknown)
             own = ", ".join(self.options) or "none"
             if others := [other for other in STRATEGIES.values() if name in other.options]:
-                shown = others[0].options[name].given(options[name])
+                shown = others[0].options[name].as_flag(options[name])
                 fits = [other.name for other in others]
                 raise UsageError(f"{shown}: not an option of {self.name}; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
-        return {name: self.options[name].value(given, n) for name, given in options.items()}
+        return {name: self.options[name].parse(given, n) for name, given in options.items()}
 
     def plan(
         self,
@@ -155,7 +155,7 @@ class Strategy:
 
             visible_pairs = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
-        options = self.read(self.renamed(options), n)
+        options = self.parse_options(self.with_current_names(options), n)
         first = Pass(0, n // size, visible_pairs, backward, ratio)
         steps = self.write(first, **options)
         if not isinstance(steps, Iterable):

@@ -143,12 +143,12 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
     else:
         strategy, source, texts = _parse(str(spec))
         _check_dashes(str(spec), strategy, texts)
-        own = strategy.renamed(texts)
-        if both := own.keys() & strategy.renamed(given).keys():
+        own = strategy.with_current_names(texts)
+        if both := own.keys() & strategy.with_current_names(given).keys():
             raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
-    given = own | strategy.renamed(given)
-    common = {name: option.value(given.pop(name)) for name, option in COMMON.items() if name in given}
-    return Choice(strategy, common, strategy.read(given, n), source)
+    given = own | strategy.with_current_names(given)
+    common = {name: option.parse(given.pop(name)) for name, option in COMMON.items() if name in given}
+    return Choice(strategy, common, strategy.parse_options(given, n), source)
 
 
 def _check_dashes(spec: str, strategy: Strategy, texts: dict[str, Any]) -> None:

@@ -55,7 +55,7 @@ def resolve(
         raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...){wrong}")
     if not isinstance(cluster, Cluster | str | None):
         raise UsageError(f"cluster of type {type(cluster).__name__}: give a Cluster, its name or file, or leave it out")
-    fixed = {name: option.value(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
+    fixed = {name: option.parse(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
     if options:
         name, value = options.popitem()
         raise UsageError(f"{name}={value}: --cp-strategy {AUTO} chooses the options of strategies; leave it out")

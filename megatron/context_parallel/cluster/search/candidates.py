@@ -151,7 +151,8 @@ def _choices(
     for strategy in sorted(asked, key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
         for size in _head_parallel_sizes(strategy, n):
             tried = {
-                name: option.tried(n // size, q_transfer_blocks(size)) for name, option in strategy.options.items()
+                name: option.values_to_try(n // size, q_transfer_blocks(size))
+                for name, option in strategy.options.items()
             }
             placements = PLACEMENTS if 1 < size < n else PLACEMENTS[:1]
             for layout, placement in itertools.product(strategy.layouts, placements):
