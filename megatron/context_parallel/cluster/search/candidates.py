@@ -134,7 +134,7 @@ def in_token_rounds(found: Candidate, workload: Workload, fixed: Mapping[str, An
     """The same choice with more rounds of tokens, in the layout that these need, where its strategy has them."""
     if "token_rounds" not in found.choice.strategy.options or fixed.get("layout", "cyclic") != "cyclic":
         return
-    tokens = workload.length // found.plans[0].size
+    tokens = workload.length // found.plans[0].all_ranks
     for rounds in ROUNDS:
         if workload.mask.causal and tokens % rounds == 0:
             common, options = found.choice.common | {"layout": "cyclic"}, {"token_rounds": rounds}
