@@ -276,7 +276,7 @@ def test_runs_are_those_of_the_positions(layout):
                 keys = torch.cat([chunks.positions(c) for c in gathered]).sort().values
                 expected = torch.stack([torch.searchsorted(keys, bound.contiguous()) for bound in mask.seen(at)])
                 got = torch.stack(blocks.runs(q, gathered))
-                assert blocks.keys(gathered) == len(keys) and got.dtype == torch.int32
+                assert blocks.key_rows(gathered) == len(keys) and got.dtype == torch.int32
                 assert torch.equal(got.long(), expected)
 
 
@@ -308,17 +308,18 @@ def test_documents_of_each_batch_share_what_they_do_not_decide():
     assert first is not second and first.undivided is second.undivided
     assert first.undivided.runs(1, (0, 1)) is second.undivided.runs(1, (0, 1))
     cpu = torch.device("cpu")
-    assert first.order((0, 1), cpu) is second.order((0, 1), cpu)
+    assert first.gather_order((0, 1), cpu) is second.gather_order((0, 1), cpu)
 
 
 def test_indices_of_gathered_rows_are_copied_to_the_device_once():
     placement = Placement([[(0, 3), (5, 6)], [(3, 5), (6, 8)]])
     blocks = Blocks(Mask(), placement, placement, Reference())
     meta = torch.device("meta")
-    order = blocks.order((0, 1), meta)
+    order = blocks.gather_order((0, 1), meta)
     assert [where.device for *_, where in order] == [meta] * 2
-    assert blocks.order((0, 1), meta) is order
-    assert [where.tolist() for *_, where in blocks.order((0, 1), torch.device("cpu"))] == [[0, 1, 2, 5], [3, 4, 6, 7]]
+    assert blocks.gather_order((0, 1), meta) is order
+    on_cpu = blocks.gather_order((0, 1), torch.device("cpu"))
+    assert [where.tolist() for *_, where in on_cpu] == [[0, 1, 2, 5], [3, 4, 6, 7]]
 
 
 def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch):

@@ -129,7 +129,7 @@ class Plans:
         if mask.documents and plan.n > ROWS_UP_TO and placement_of(mask.documents) is None:
             return None
         q, kv = Slices.of(blocks.q), Slices.of(blocks.kv)
-        sizes = mask, q.counts, kv.counts
+        sizes = mask, q.rows, kv.rows
         met = self.cached(("met rows", *sizes), lambda: MetRows(mask, q, kv))  # of both passes
         return self.cached(("row sets", plan, *sizes), lambda: RowSets(plan, met))
 

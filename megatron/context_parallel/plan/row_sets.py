@@ -40,7 +40,7 @@ class MetRows:
 
     def count(self, tensor: T, chunk: int) -> int:
         """The number of all rows of a chunk."""
-        return (self.kv if tensor in OF_KEYS else self.q).counts[chunk]
+        return (self.kv if tensor in OF_KEYS else self.q).rows[chunk]
 
     def of(self, of_keys: bool, chunk: int, other: int) -> RowSet:
         """The rows of a chunk of keys that a query of another chunk sees, or of queries that see a key of it."""
@@ -59,7 +59,7 @@ class MetRows:
 
 
 def _all_rows(chunks: Slices) -> list[RowSet]:
-    return [np.array([(0, count)], np.int64) for count in chunks.counts]
+    return [np.array([(0, count)], np.int64) for count in chunks.rows]
 
 
 @dataclass

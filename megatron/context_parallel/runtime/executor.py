@@ -18,7 +18,7 @@ from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.schedule import MessageBatch, ScheduledBlock, schedule
 
-from .blocks import ALL, Blocks, Cut, RowSlice
+from .blocks import ALL, Blocks, HeadPiece, RowSlice
 from .buffers import Value, empty
 from .comm.flight_recorder import recorder
 from .comm.transport import Program, Transport, Work
@@ -82,9 +82,9 @@ class Executor:
                         yield from self._wait_for(key)
                 if marks.on:
                     with marks.block(block.attend):
-                        self._block(block)
+                        self._compute(block)
                 else:
-                    self._block(block)
+                    self._compute(block)
             self._free(step.freed)
             if step.blocks:
                 yield from meanwhile
@@ -140,7 +140,7 @@ class Executor:
         mine = self.held[own]
         yield from self._wait_for_oldest(op.channel)
         chunks = self.problem.blocks.chunks(op.tensor)
-        rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
+        rows = tuple(chunks.rows[chunk] for chunk in op.chunks)
         everyone = [x.new_empty((sum(rows), *x.shape[1:])) for x in mine]
         tensors = list(zip(mine, everyone, strict=True))
         work = marks.batch(op.channel, (op,), self.transport.all_gather(op.channel, op.group, rows, tensors))
@@ -169,7 +169,7 @@ class Executor:
         if not (self.plan.can_reduce(op) and self.transport.can_reduce):
             return False
         rows = self.problem.blocks.chunks(op.tensor).rows
-        return len({rows(chunk) for chunk in op.chunks}) == 1
+        return len({rows[chunk] for chunk in op.chunks}) == 1
 
     def _library_reduce_scatter(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
         """A reduce-scatter by the transport, without a buffer for each other rank."""
@@ -305,14 +305,15 @@ class Executor:
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
-    def _block(self, block: ScheduledBlock) -> None:
+    def _compute(self, block: ScheduledBlock) -> None:
+        """Computes a block, query chunk by query chunk, and adds its results to the partials of its chunks."""
         kv_chunks = block.attend.kv_chunks
         for chunk in block.attend.q_chunks:
-            cut = self.blocks.cut(chunk, kv_chunks, block.attend.heads, self.q.shape[1])
+            pieces = self.blocks.pieces_of_heads(chunk, kv_chunks, block.attend.heads, self.q.shape[1])
             if self.plan.backward:
-                self._backward(chunk, kv_chunks, cut)
+                self._backward(chunk, kv_chunks, pieces)
             else:
-                self._forward(chunk, kv_chunks, cut)
+                self._forward(chunk, kv_chunks, pieces)
         if block.last:
             if self.gathered_key_grads:
                 self._scatter_key_grads(kv_chunks, self.gathered_key_grads)
@@ -335,26 +336,26 @@ class Executor:
     def _gather_keys(self, chunks: tuple[int, ...]) -> Value:
         blocks = self.blocks
         parts_k, parts_v = [], []
-        order = blocks.order(chunks, self.q.device)
+        order = blocks.gather_order(chunks, self.q.device)
         for chunk, own, _ in order:
             k, v = self._block_input(T.KV, chunk)
             parts_k.append(k[own])
             parts_v.append(v[own])
         if all(isinstance(where, slice) and where.step == 1 for _, _, where in order):  # side by side
             return torch.cat(parts_k), torch.cat(parts_v)
-        rows = blocks.keys(chunks)
+        rows = blocks.key_rows(chunks)
         gathered_k, gathered_v = (x.new_empty(rows, *x.shape[1:]) for x in (self.k, self.v))
         for (_, _, where), k, v in zip(order, parts_k, parts_v, strict=True):
             gathered_k[where] = k
             gathered_v[where] = v
         return gathered_k, gathered_v
 
-    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
+    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], pieces: list[HeadPiece]) -> None:
         key = (T.O, chunk)
         (q,) = self._block_input(T.Q, chunk)
         where = self.rows.where(key)
         results = []
-        for rows, kv_rows, mask in cut:
+        for rows, kv_rows, mask in pieces:
             k, v = self._keys(kv_chunks)
             k, v = _slice(k, kv_rows), _slice(v, kv_rows)
             out, lse = self.problem.kernel.forward(_slice(q, rows), k, v, mask, self.problem.scores)
@@ -364,15 +365,15 @@ class Executor:
                 results.append((rows, out, lse))
             else:
                 self._merge_outputs(key, where, [(rows, out, lse)])
-        if results or not cut:
+        if results or not pieces:
             self._merge_outputs(key, where, results)
 
-    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
+    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], pieces: list[HeadPiece]) -> None:
         queries = self._block_input(T.QDO, chunk)
         dq_total = self._gradients_before((T.DQ, chunk))
         of_one_chunk = len(kv_chunks) == 1
         dkv_total = self._gradients_before((T.DKV, kv_chunks[0])) if of_one_chunk else self.gathered_key_grads
-        for rows, kv_rows, mask in cut:
+        for rows, kv_rows, mask in pieces:
             keys = self._keys(kv_chunks)
             q, dout, lse, delta = queries if rows is ALL else [_slice(x, rows) for x in queries]
             k, v = keys if kv_rows is ALL else [_slice(x, kv_rows) for x in keys]
@@ -427,7 +428,7 @@ class Executor:
         for chunk in new:
             whole = self.rows.where((T.DKV, chunk)) is None
             self.held[T.DKV, chunk] = self._empty(T.DKV, chunk) if whole else self._zero(T.DKV, chunk)
-        for chunk, own, where in self.blocks.order(chunks, self.q.device):
+        for chunk, own, where in self.blocks.gather_order(chunks, self.q.device):
             among = self.rows.where((T.DKV, chunk))
             if among is not None:  # all its rows together, because a chunk with row sets has no other order
                 self._add_gradients((T.DKV, chunk), among, tuple([x[where] for x in gathered]))

@@ -153,7 +153,7 @@ class BlockTime:
         gathered keys has the queries of one progression: two that are neighbours count as if keys lay between them.
         """
         small = self.shares.small
-        rows = small.q.rows(q)
+        rows = small.q.rows[q]
         full = 0.0
         squares = list[float]()
         for piece in small.pieces(q, kv_chunks):

@@ -56,7 +56,7 @@ class BlockMemory:
         if self.blocks is None:
             computing, results = self._fused(1, count)
             return gathered + max(attend.share * computing - counted, attend.share * results)
-        rows = self.blocks.q.rows(chunk)
+        rows = self.blocks.q.rows[chunk]
         most = 0.0
         for piece in self.blocks.pieces(chunk, attend.kv_chunks):
             q = len(range(*piece.q.indices(rows))) / rows
