@@ -155,7 +155,7 @@ def test_questions_to_pairs():
     assert [(q, kv) for q in range(3) for kv in range(3) if pairs(q, kv)] == [(0, 0), (0, 2), (2, 0), (2, 1)]
     assert pairs.n == 3 and pairs.columns == (0b101, 0b100, 0b001)
     assert [pairs.full, causal.full, Pairs((0b111, 0b111, 0b110)).full, Pairs.all(3).full] == [False] * 3 + [True]
-    assert [pairs.look_back, causal.look_back, Pairs((0, 0b01, 0)).look_back] == [False, True, True]
+    assert [pairs.causal, causal.causal, Pairs((0, 0b01, 0)).causal] == [False, True, True]
     assert pairs.any((0, 1), (1, 2)) and not pairs.any((0, 1), (1,)) and not pairs.any((1,), (0, 1, 2))
     assert pairs.any((1, 2), (2, 1)) and not pairs.any((), (0,)) and not pairs.any((0,), ())
     assert [pairs.seen_from(first, 0) for first in range(3)] == [0b101, 0b110, 0b011]

@@ -163,7 +163,7 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
         plan = attention_plan(model, run, backward)
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
         cut = None
-        if run.implementation == "cpu":
+        if run.on_cpu:
             cut = small_blocks(plan.layout, plan.n, attention_mask(model), run.seq_length)
         most = max(most, pass_buffers(plan, shape, ranks, cut))
     return round(most)

@@ -184,6 +184,11 @@ class TrainConfig:
         return self.use_torch_fsdp2 and self.optimizer_cpu_offload
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether a CPU runs the layers, the optimizer, and gloo the communication."""
+        return self.implementation == "cpu"
+
+    @property
     def virtual_stages(self) -> int:
         """Parts that an interleaved pipeline splits a stage into."""
         return self.virtual_pipeline_model_parallel_size or 1
