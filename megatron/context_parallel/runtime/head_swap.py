@@ -136,11 +136,9 @@ class HeadGroup:
 
     def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
         """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""
-        plan = self.plan
-        context_ranks = plan.n
-        length = len(whole) * context_ranks
-        parts = plan.head_parallel_size
-        return [rows_in(plan.layout, c, self.context_rank, context_ranks, parts, length) for c in self.chunks]
+        plan, n = self.plan, self.plan.n
+        sizes = n, plan.head_parallel_size, n * len(whole)
+        return [rows_in(plan.layout, chunk, self.context_rank, *sizes) for chunk in self.chunks]
 
     def _by_heads(self, parts: Sequence[Tensor], chunks: Sequence[Tensor]) -> Iterator[Pair]:
         """Each other member's part of the messages, and its heads of this rank's chunk."""

@@ -89,12 +89,7 @@ class Choice:
         kv_heads: int | None = None,
     ) -> Plan:
         """`Strategy.plan` of this choice."""
-        given: dict[str, Any] = {
-            "causal": causal,
-            "visible_pairs": visible_pairs,
-            "heads": heads,
-            "kv_heads": kv_heads,
-        }
+        given: dict[str, Any] = {"causal": causal, "visible_pairs": visible_pairs, "heads": heads, "kv_heads": kv_heads}
         forward = self.strategy.plan(n, backward=backward and not self.back, **self.common, **self.options, **given)
         if self.back is None:
             return forward

@@ -208,8 +208,8 @@ def search(
     for found in candidates(workload, group.n, q_transfer_blocks, fixed):
         if isinstance(found, Rejected):
             rejected.append(found)
-            continue
-        choices[found.choice.spec] = found
+        else:
+            choices[found.choice.spec] = found
 
     def fit_memory(spec: str) -> tuple[str, tuple[Plan, ...]] | None:
         """The choice, or with more rounds of heads if it then fits."""

@@ -54,11 +54,6 @@ def peak(model: ModelShape, run: TrainConfig, stage: int = 0) -> Moment:
     return max(moments(model, run, stage), key=lambda moment: moment.bytes)
 
 
-def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
-    """The pipeline stage whose ranks need the most memory."""
-    return fullest(model, run)[0]
-
-
 def fullest(model: ModelShape, run: TrainConfig) -> tuple[int, Moment]:
     """The pipeline stage whose ranks need the most memory, and the moment at which they do."""
     peaks = [(stage, peak(model, run, stage)) for stage in range(run.pipeline_model_parallel_size)]
