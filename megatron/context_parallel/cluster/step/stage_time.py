@@ -31,22 +31,9 @@ GRADIENT_SUMS = "sums of gradients"
 OPTIMIZER = "optimizer"
 FIXED = "fixed cost"
 KINDS = (
-    ATTENTION,
-    EXPOSED,
-    PRODUCTS,
-    NORMS,
-    LOGITS,
-    LAUNCHES,
-    TENSOR,
-    EXPERTS,
-    PIPELINE,
-    BUBBLE,
-    HOST,
-    DATA_PARALLEL,
-    GRADIENT_SUMS,
-    OPTIMIZER,
-    FIXED,
-)
+    ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, EXPERTS, PIPELINE, BUBBLE, HOST, DATA_PARALLEL,
+    GRADIENT_SUMS, OPTIMIZER, FIXED,
+)  # fmt: skip
 MLP = ("fc1", "activation", "fc2")
 # What follows is from NVIDIA's configurations for MLPerf (`conf/tp_overlap`).
 SPLITS = 4  # parts of a product whose sum runs beside it (`num_splits`)
