@@ -50,7 +50,7 @@ class Ranks(HasHandle, ABC):
         self.plans = Plans(choice, n)
         self.choice, self.n, self.layout = choice, n, choice.layout
         self.chunks = self.plans.chunks
-        self.head_parallel_size = n // self.plans.steps_on
+        self.head_parallel_size = n // self.plans.step_ranks
         self.keeps_swapped = self.plans.keeps_swapped
         self.swapped_rows = self.head_parallel_size if self.keeps_swapped else 1
 

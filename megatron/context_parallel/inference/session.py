@@ -125,11 +125,7 @@ class Session:
         self.tables = PageTables(cp.n, pages, page, self.window)
         self.cache = KVCache(pages, page, shapes, dtype, self.device, form)
         grid = f"attention2d:grid=1x{cp.n}"
-        specs: dict[str, str | Choice] = {
-            PASS_KV: "ring",
-            PASS_Q: grid,
-            PASS_Q_PAPER: RING_PASS_Q,
-        }
+        specs: dict[str, str | Choice] = {PASS_KV: "ring", PASS_Q: grid, PASS_Q_PAPER: RING_PASS_Q}
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant = DECODE
         self.scored: dict[int, tuple[list[int], Tensor]] = {}

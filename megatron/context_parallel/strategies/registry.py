@@ -75,7 +75,7 @@ class Strategy:
     period: int | Callable[..., int | tuple[int, int] | None] | None = None
 
     @property
-    def of_package(self) -> bool:
+    def is_builtin(self) -> bool:
         """Whether it is one of this package's, not of a user."""
         return self.write.__module__.startswith(f"{__package__}.")
 
@@ -211,7 +211,7 @@ class Strategy:
 
     def _is_left(self, block: Attend, visible_pairs: Pairs) -> bool:
         """Whether a block stays in a plan: it computes something, or is malformed, so that `verify` says why."""
-        if self.of_package or not wrong_block(block, visible_pairs.n):
+        if self.is_builtin or not wrong_block(block, visible_pairs.n):
             return visible_pairs.any(block.q_chunks, block.kv_chunks)
         return not isinstance(block, Attend) or () not in (block.q_chunks, block.kv_chunks)
 
