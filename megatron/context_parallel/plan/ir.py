@@ -320,11 +320,11 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """How often a rank swaps and runs the steps: for all rounds of heads, or all of tokens."""
+        """How often a rank swaps and runs the steps. Rounds are of heads or of tokens, not both."""
         return self.head_rounds * self.token_rounds
 
     def head_round(self, round_index: int) -> int:
-        """The round of heads of a round of the plan."""
+        """The part of its heads that a rank computes in a round."""
         return round_index if self.token_rounds == 1 else 0
 
     def range_of(self, round_index: int) -> int:

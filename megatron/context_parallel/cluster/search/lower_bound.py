@@ -21,8 +21,8 @@ class PassBound(NamedTuple):
     """Seconds of a pass.
 
     Attributes:
-        lower_bound: the lower bound: the busiest link sends its bytes, and the busiest rank computes its blocks.
-        estimate: the estimate: each step takes the longer of its blocks and its messages. It orders the simulations.
+        lower_bound: the busiest link sends its bytes, and the busiest rank computes its blocks.
+        estimate: each step takes the longer of its blocks and its messages. It orders the simulations.
     """
 
     lower_bound: float

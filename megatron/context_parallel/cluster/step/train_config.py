@@ -185,7 +185,7 @@ class TrainConfig:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a CPU runs the layers, the optimizer, and gloo the communication."""
+        """Whether ranks compute on CPUs and communicate over gloo."""
         return self.implementation == "cpu"
 
     @property
