@@ -289,9 +289,7 @@ class LocalTransport:
         messages += [queues[channel, peer, rank].receive(x) for peer, x in receives]
         return _Exchange(channel, messages, [peer for peer, _ in chain(sends, receives)])
 
-    def all_to_all(
-        self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False
-    ) -> _Exchange:
+    def all_to_all(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
         others = _others(self.rank, group)
         sends = list(zip(others, sent.unbind(), strict=True))
         return self.exchange(channel, sends, list(zip(others, received.unbind(), strict=True)))
