@@ -130,7 +130,7 @@ def with_python(described: Cluster, cases: list[Case], problem: Workload, entrie
             continue
         plans = case.plans(problem)
         steps = sum(len(plan.steps[0]) for plan in plans)
-        swaps = sum(len(plan.before) + len(plan.after) for plan in plans)
+        swaps = sum(len(plan.swaps_before) + len(plan.swaps_after) for plan in plans)
         seconds = entry["python"]["seconds"]
         if swaps:
             swapping.append((seconds, steps, swaps))

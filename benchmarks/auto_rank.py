@@ -46,7 +46,7 @@ def sweep(workload: candidates.Workload, cluster: Cluster, fixed: dict, count: i
     After the choice come the best of every strategy (without a prediction, where a bound says that it is slower), the
     best with each head-parallel size, and others in order, up to `NEAR` times the best; then slower ones up to `LEAST`.
     """
-    found = search(workload, GroupDevices(cluster), fixed, most=EVERY)
+    found = search(workload, GroupDevices(cluster), fixed, max_simulated=EVERY)
     ranked = {spec: prediction.seconds for spec, prediction in found.ranked.items()}
     leaders = dict[object, str]()
     for spec in [*ranked, *found.slower]:

@@ -104,14 +104,14 @@ def main() -> None:
     table = Table("case", "documents", "placement", "plan", "blocks", "critical path", "of a step", title=title)
     for text in args.strategies:
         spec = text.removeprefix("placed:")
-        steps_on = AllRanks(args.ranks, spec).plans.steps_on
-        cps, times = [AllRanks(args.ranks, spec) for _ in range(steps_on)], []
+        step_ranks = AllRanks(args.ranks, spec).plans.step_ranks
+        cps, times = [AllRanks(args.ranks, spec) for _ in range(step_ranks)], []
         for turn in range(args.micro_batches + 1):
             ends = end_tokens(length, args.documents, turn)
             start = time.process_time()
             documents = Documents.after(ends)
             made = time.process_time() - start
-            placement, placed = placed_in(documents, steps_on)
+            placement, placed = placed_in(documents, step_ranks)
             of_ranks = []
             for rank, cp in enumerate(cps):  # each has its own documents, as in a process of its own
                 mask = Mask(documents=documents if text == spec else documents.placed(placement))

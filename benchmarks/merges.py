@@ -21,7 +21,7 @@ READ = 4  # bytes read of the received partial
 def count(spec: str, n: int) -> Counter[int]:
     """How many times a rank merges 1, 2, 3, ... partials that it has at once, in both passes of all ranks."""
     found: Counter[int] = Counter()
-    arrive, settle = Executor._arrive, Executor._settle
+    arrive, settle = Executor._wait_for, Executor._merge_arrived
 
     def noted_arrival(self: Executor, key: Key):
         if key[0] in PARTIAL:
@@ -37,7 +37,7 @@ def count(spec: str, n: int) -> Counter[int]:
 
     cp = AllRanks(n, spec)
     q = torch.randn(2 * n, 1, n, 8, requires_grad=True)
-    with patch.multiple(Executor, _arrive=noted_arrival, _settle=noted_settling):
+    with patch.multiple(Executor, _wait_for=noted_arrival, _merge_arrived=noted_settling):
         context_parallel_attention(q, q, q, cp).sum().backward()
     return found
 

@@ -23,7 +23,7 @@ from megatron.context_parallel.kernels.interface import Scores
 from megatron.context_parallel.kernels.masks import Piece
 from megatron.context_parallel.patches.torch_dispatcher import below_autograd
 from megatron.context_parallel.runtime import passes
-from megatron.context_parallel.runtime.comm.transport import TorchTransport, Transport, run_here
+from megatron.context_parallel.runtime.comm.transport import TorchTransport, Transport, run_rank
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.tokens.mask import Mask
 
@@ -46,15 +46,15 @@ class Nothing:
 class Silent:
     """A transport that sends nothing: received data is uninitialized."""
 
-    can_sum = False
+    can_reduce = False
 
-    def world(self, peer):
+    def world_rank(self, peer):
         return peer
 
     def exchange(self, channel, sends, receives):
         return self
 
-    trade = all_gather = lambda self, *_, **_how: self
+    all_to_all = all_gather = lambda self, *_, **_how: self
 
     def wait(self):
         pass
@@ -65,7 +65,7 @@ class Posting(TorchTransport):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.ranks = rank, list(range(dist.get_world_size()))
-        self._everyone, self._nccl, self.can_sum = tuple(self.ranks), False, False
+        self._everyone, self.nccl, self.can_reduce = tuple(self.ranks), False, False
 
     def _group(self, channel, members):
         return dist.group.WORLD
@@ -75,7 +75,7 @@ def turns(transport: Callable[[int], Transport]) -> Callable:
     """As `AllRanks.run`: each rank in turn, over a transport that needs no other rank."""
 
     def run(program, plan, problem, parts):
-        return [run_here(program(plan, problem, rank, transport(rank), *part)) for rank, part in enumerate(parts)]
+        return [run_rank(program(plan, problem, rank, transport(rank), *part)) for rank, part in enumerate(parts)]
 
     return run
 

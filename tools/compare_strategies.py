@@ -47,15 +47,15 @@ def sent_by(plan: Plan, place: int, shape: Shape) -> int:
     """The bytes that a rank with this place in the steps sends."""
     rank = plan.grid.rank(context=place)
     total = 0.0
-    for swap in (*plan.before, *plan.after):
-        for transfer in plan.swapped(swap, rank):
+    for swap in plan.swaps:
+        for transfer in plan.swap_transfers(swap, rank):
             if transfer.sender == rank:
                 total += chunk_bytes(plan, transfer.tensor, shape, swap=True) * transfer.share
     for op in (op for step in plan.steps[place] for op in step.comm):
         for transfer in op.transfers(place):
             if transfer.sender == place:
                 total += chunk_bytes(plan, transfer.tensor, shape, swap=False) * transfer.share
-    return round(plan.turns * total)
+    return round(plan.rounds * total)
 
 
 def held_bytes(plan: Plan, shape: Shape) -> int:

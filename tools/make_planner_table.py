@@ -32,7 +32,7 @@ def cell(preset: str, ranks: int, length: int, kv_heads: int) -> str:
     from megatron.context_parallel.strategies import parse_spec
 
     place, workload = GroupDevices(load_cluster(preset).part(ranks)), Workload(length * 1024, 32, kv_heads, 128)
-    found = search(workload, place, most=24)
+    found = search(workload, place, max_simulated=24)
     how = {"heads": 32, "kv_heads": kv_heads}
     ring = [parse_spec("ring").plan(ranks, backward=backward, **how) for backward in (False, True)]
     simulated, _ = fastest({"ring": ring}, place, workload)

@@ -76,7 +76,7 @@ def best_of(paper: str, workload: Workload, place: GroupDevices, passes: int = 2
 
 def best_of_all(workload: Workload, place: GroupDevices, passes: int = 2) -> tuple[str, float]:
     """The choice of `--cp-strategy auto`; for one pass, the same rule for the simulated ones."""
-    seconds = _seconds(search(workload, place, most=SEARCHED).ranked, passes)
+    seconds = _seconds(search(workload, place, max_simulated=SEARCHED).ranked, passes)
     best = plainest(seconds)
     return best, seconds[best]
 

@@ -49,7 +49,7 @@ class Option:
     def option(self) -> str:
         return "--cp-" + self.name.replace("_", "-")
 
-    def value(self, given: Any, n: int | None = None) -> Any:
+    def parse(self, given: Any, n: int | None = None) -> Any:
         """The value of `given`, a text or a value. With n ranks, advice on a grid fits them. Raises UsageError."""
         if given is None and self.default is None:
             return None
@@ -89,14 +89,14 @@ class Option:
         high = f", {self.at_most} at most" if self.at_most < math.inf else ""
         return low + high + (f", below {self.below}" if self.below < math.inf else "")
 
-    def tried(self, n: int, q_transfer_blocks: float) -> list[Any]:
+    def values_to_try(self, n: int, q_transfer_blocks: float) -> list[Any]:
         """The values that the planner tries; see `tries`."""
         if self.tries:
             return [*self.tries(n, q_transfer_blocks)]
         by_kind: dict[Any, list[Any]] = {bool: [True, False], Grid: [(r, n // r) for r in divisors(n)]}
         return by_kind.get(self.kind, [self.default])
 
-    def given(self, value: object) -> str:
+    def as_flag(self, value: object) -> str:
         """The option with `value`, as on a command line."""
         if self.kind is bool:
             return self.option if value else self.option.replace("--", "--no-", 1)

@@ -70,7 +70,7 @@ def test_a_rank_has_two_batches_of_a_channel_under_way(ops):
 
         all_gather = exchange
 
-        def world(self, peer):
+        def world_rank(self, peer):
             return peer
 
     steps = tuple(Step((op,)) for op in ops)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.tokens.documents import Documents
-from megatron.context_parallel.tokens.handles import held
+from megatron.context_parallel.tokens.handles import object_of
 from megatron.context_parallel.tokens.placement import Placement
 from tests.support import torch_case
 from tests.support.fsdp_case import fsdp_losses, one_rank  # noqa: F401  # a fixture
@@ -116,11 +116,11 @@ def test_objects_of_the_operator():
     documents = Documents(torch.tensor([0, 0, 1, 1]))
     copied = pickle.loads(pickle.dumps(documents))
     assert copied.shape == documents.shape and copied.handle != documents.handle
-    assert held(copied.handle, "documents") is copied
+    assert object_of(copied.handle, "documents") is copied
     handle = copied.handle
     del copied
     with pytest.raises(UsageError, match="documents: it was freed before its last use"):
-        held(handle, "documents")
+        object_of(handle, "documents")
 
 
 # -- inputs ---------------------------------------------------------------------------------------------

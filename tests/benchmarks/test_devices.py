@@ -60,7 +60,7 @@ def test_a_strategy_takes_the_time_that_is_predicted(spec, kv_heads):
     for backward in (False, True):
         plan = parse_case(spec).choice.plan(n, backward=backward, heads=4, kv_heads=kv_heads)
         found = simulate(plan, cluster, Shape(length // n, 4, kv_heads, 16, 4), dtype="fp32")
-        groups = plan.size // found.symmetry.ranks
+        groups = plan.all_ranks // found.symmetry.ranks
         busy += groups * sum(span.end - span.start for span in found.spans if not span.channel)
     assert emulated.seconds == pytest.approx(busy, rel=0.01)
 

@@ -118,7 +118,7 @@ def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
     others = {"causal, softcap", "causal, deterministic", "window, deterministic", "causal, values of 128"}
     assert few | others < {row["mask"] for row in rows if row["backend"] == "triton"}
     assert [row["call"] for row in lines if row.get("table") == "calls of one rank" and row["bound"]] == [
-        "all_gather", "trade", "reduce_scatter", "messages_to_itself", "connect"
+        "all_gather", "all_to_all", "reduce_scatter", "messages_to_itself", "connect"
     ]  # fmt: skip
     decoded = [row for row in lines if row.get("table") == "decode"]
     assert [row["format"] for row in decoded] == ["auto", "auto", "int8", "fp8"]

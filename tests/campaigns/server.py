@@ -217,8 +217,8 @@ def main() -> None:
         print(f"memory: {memory} MiB")
         assert memory[-1] - memory[1] < 20, "memory grows"
         thousand_connections(port)
-        for sequence in [*engine._kept]:
-            engine._forget(sequence)
+        for sequence in [*engine._reusable]:
+            engine._evict(sequence)
         assert engine.cache.room() == engine.capacity and not engine._prefixes._holders
         print("the cache is empty, and nothing waits")
 

@@ -80,7 +80,7 @@ def test_what_cannot_run_is_rejected_with_a_reason():
     refused = [one for one in found if not isinstance(one, Candidate)]
     assert refused and all("--cp-head-parallel-size" in one.reason and "6 heads" in one.reason for one in refused)
     least = max(memory(plan, WORKLOAD) for plan in choose_plans("ring", 8))
-    some, none = (search(WORKLOAD, GroupDevices(BOX), room=room, most=2) for room in (least, 1))
+    some, none = (search(WORKLOAD, GroupDevices(BOX), room=room, max_simulated=2) for room in (least, 1))
     assert some.ranked and any("of memory" in one.reason for one in some.rejected)
     with pytest.raises(UsageError, match=r"--cp-strategy auto: no strategy works for this run .*memory"):
         _ = none.best
@@ -93,7 +93,7 @@ def choose_plans(spec: str, n: int, workload: Workload = WORKLOAD) -> list:
 
 def test_options_that_are_given_bind():
     fixed = {"layout": "cyclic", "head_parallel_size": 2, "partials_in_16_bits": True}
-    found = search(WORKLOAD, GroupDevices(BOX), fixed, most=3)
+    found = search(WORKLOAD, GroupDevices(BOX), fixed, max_simulated=3)
     assert found.ranked
     for spec, option in product(found.ranked, fixed):
         assert f"{option}={fixed[option]}" in spec
@@ -127,7 +127,7 @@ def test_rounds_of_tokens_where_a_rank_has_one_head():
 @pytest.mark.parametrize("cluster", [BOX, HOST, SLOW], ids=["box", "host", "slow"])
 def test_nothing_is_faster_than_its_bound(cluster):
     ways = {one.choice.spec: one.plans for one in every(WORKLOAD, 8)[::9]}
-    _, least = fastest(ways, GroupDevices(cluster), WORKLOAD, most=0)
+    _, least = fastest(ways, GroupDevices(cluster), WORKLOAD, max_simulated=0)
     assert least.keys() == ways.keys()
     for spec, bound in least.items():
         assert 0 < bound <= seconds(spec, GroupDevices(cluster), WORKLOAD) * (1 + 1e-9), spec
@@ -136,7 +136,7 @@ def test_nothing_is_faster_than_its_bound(cluster):
 def test_the_bound_is_reached_where_one_link_does_all():
     """Two ranks: keys cross the link once forward; once, and their gradients in float32, backward."""
     cluster = replace(SLOW, nodes=2)
-    _, least = fastest({"ring": choose_plans("ring", 2)}, GroupDevices(cluster), WORKLOAD, most=0)
+    _, least = fastest({"ring": choose_plans("ring", 2)}, GroupDevices(cluster), WORKLOAD, max_simulated=0)
     keys = 2 * 2048 * 4 * 64
     assert least["ring"] == pytest.approx((2 * keys + (2 + 4) * keys) / 0.01e9, rel=1e-3)
 
@@ -166,7 +166,7 @@ def test_other_groups_take_their_part_of_a_nic():
 
 def test_passes_may_have_different_strategies():
     """The best forward and the best backward pass with one placement are combined if that pays; results are exact."""
-    found = search(WORKLOAD, GroupDevices(SLOW), {"head_parallel_size": 1}, most=10**6)
+    found = search(WORKLOAD, GroupDevices(SLOW), {"head_parallel_size": 1}, max_simulated=10**6)
     for spec, mixed in found.ranked.items():
         if "+" in spec:
             first, second = (found.ranked[part] for part in spec.split("+"))
@@ -377,19 +377,20 @@ def test_runs_of_every_dimension_are_told_in_flags_that_the_trainer_reads():
     sizes = {"context_parallel_size": 16, "pipeline_model_parallel_size": 2, "micro_batch_size": 2}
     base = TrainConfig(seq_length=131072, global_batch_size=8, **sizes)
     runs = [*step_search._variants(model, base, cluster)]
-    assert {run.turns for run in runs} == {1, 2, 4}
+    assert {run.virtual_stages for run in runs} == {1, 2, 4}
     assert len({replace(run, virtual_pipeline_model_parallel_size=None) for run in runs}) == 5 * 6
     assert len({attention_only(model, run) for run in runs}) == 1  # attention is simulated once for all
-    for run in (run for run in runs if run.offload_checkpoints and run.turns == 1):
+    for run in (run for run in runs if run.offload_checkpoints and run.virtual_stages == 1):
         if step_search.FeasibleRun(run, None).trains:
             args = parse_args(f"--preset llama3-8b --seq-length 131072 --dry-run {flags(run, model)}".split())
             assert (args.offload_checkpoints, args.offload_kept) == (True, bool(run.recompute_whitelist))
-    run = next(run for run in runs if run.turns == 4 and run.recompute_modules)
+    run = next(run for run in runs if run.virtual_stages == 4 and run.recompute_modules)
     words = "--preset llama3-8b --seq-length 131072 --global-batch-size 8 --dry-run "
     args = parse_args((words + flags(run, model)).split())
     assert (args.virtual_pipeline_model_parallel_size, args.micro_batch_size) == (4, 2) and OFF[kind_of(run)] == 14
     assert tuple(args.recompute_modules) == run.recompute_modules
-    assert not {run.turns for run in step_search._variants(model, replace(base, global_batch_size=6), cluster)} - {1}
+    uneven = step_search._variants(model, replace(base, global_batch_size=6), cluster)
+    assert {run.virtual_stages for run in uneven} <= {1}
     copied = next(run for run in runs if run.num_distributed_optimizer_instances > 1)
     args = parse_args((words + flags(copied, model)).split())
     assert args.num_distributed_optimizer_instances == 2  # a node has 8 of the 16 ranks
@@ -563,17 +564,18 @@ def test_a_mask_counts():
     narrow = replace(workload, mask=Mask(True, (128, 0)))
     model = replace(MODEL, num_attention_heads=8, num_query_groups=8, kv_channels=64, window_size=128)
     run = TrainConfig(seq_length=4096, context_parallel_size=8)
-    found = search(narrow, GroupDevices(SLOW), {"head_parallel_size": 1, "layout": "contiguous"}, most=8).ranked
+    fixed = {"head_parallel_size": 1, "layout": "contiguous"}
+    found = search(narrow, GroupDevices(SLOW), fixed, max_simulated=8).ranked
     for spec in ("lightseq", "ring:layout=contiguous"):
         how = model, replace(run, cp_strategy=spec), SLOW
         passes = [attention_seconds(*how, backward).seconds for backward in (False, True)]
         assert found[spec].seconds == pytest.approx(sum(passes), rel=1e-9)
     to_itself = replace(workload, mask=Mask(True, (0, 0)))  # a block of two chunks has no pairs
-    assert search(to_itself, GroupDevices(SLOW), {"layout": "contiguous"}, most=1).best
+    assert search(to_itself, GroupDevices(SLOW), {"layout": "contiguous"}, max_simulated=1).best
     ways = {one.choice.spec: one.plans for one in every(narrow, 8) if isinstance(one, Candidate)}
     some = dict([*ways.items()][::40])
-    _, least = fastest(some, GroupDevices(SLOW), narrow, most=0)
-    times, _ = fastest(some, GroupDevices(SLOW), narrow, most=len(some))
+    _, least = fastest(some, GroupDevices(SLOW), narrow, max_simulated=0)
+    times, _ = fastest(some, GroupDevices(SLOW), narrow, max_simulated=len(some))
     assert all(least[spec] <= found.seconds * (1 + 1e-9) for spec, found in times.items())
 
 

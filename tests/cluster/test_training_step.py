@@ -33,7 +33,7 @@ from megatron.context_parallel.cluster.step.memory import (
     HEAD,
     MLP,
     Moment,
-    fullest_stage,
+    fullest,
     host_memory,
     moments,
     peak,
@@ -346,7 +346,7 @@ def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
         inner = norm + 2 * 256 + (2 + 1) * 2 * 512  # the last moment has an MLP less
         assert sizes["MLP activations"] == (2 * micro_batches - 1) * 1024 * inner
     larger = replace(MODEL, padded_vocab_size=16384)
-    assert (fullest_stage(MODEL, run), fullest_stage(larger, run)) == (0, 1)
+    assert [fullest(model, run)[0] for model in (MODEL, larger)] == [0, 1]
     assert (peak(MODEL, run).name, peak(larger, run, 1).name) == (MLP, HEAD)
     halves = replace(run, virtual_pipeline_model_parallel_size=2)  # three of them are in flight in the last stage
     for moment in moments(MODEL, halves, 1)[:2]:

@@ -83,7 +83,7 @@ def test_every_console_script_is_a_command_whose_examples_work():
         assert callable(getattr(programs, name)) and callable(command.main)
         if hasattr(command, "PARSER"):
             for flag in command.PARSER.flags.values():
-                assert flag.kind is bool or flag.value(str(flag.example)) is not None, flag.option
+                assert flag.kind is bool or flag.parse(str(flag.example)) is not None, flag.option
             for words in command.PARSER.examples:
                 command.PARSER.parse(shlex.split(words))
                 assert f" {words}".rstrip() + "\n" in command.PARSER.help("all")

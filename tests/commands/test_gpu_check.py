@@ -229,7 +229,7 @@ def test_everything_runs_and_agrees_with_float64(kernels, trainer, monkeypatch, 
         {"what": "the run", "wrong": "RuntimeError: no FP8", "verdict": "FAIL"},
     ]
     calls = [(row["call"], row["bound"], row["verdict"]) for row in report.numbers["calls of one rank"]]
-    assert calls == [(call, False, "PASS") for call in ("all_gather", "trade", "connect")]
+    assert calls == [(call, False, "PASS") for call in ("all_gather", "all_to_all", "connect")]
     assert report.numbers["nccl"] == [
         {"left_out": "communication between GPUs: needs two or more GPUs, and this host has one"}
     ]

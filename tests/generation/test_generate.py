@@ -534,7 +534,7 @@ def test_a_logit_that_is_no_number_ends_one_text():
     outputs = finished(engine, request("bad", prompt(9), 9, top_k=1), good)
     assert ids(outputs["bad"]) == [9] * 3 and [o.finish for o in outputs["bad"]][-1] == "error"
     assert ids(outputs["good"]) == [9] * 9 and outputs["good"][-1].finish == "length"
-    assert {*session.sequences} == {*engine._kept} and len(engine._kept) == 1
+    assert {*session.sequences} == {*engine._reusable} and len(engine._reusable) == 1
 
 
 class Fragile(Letters):
@@ -569,7 +569,7 @@ def test_an_error_of_one_request_ends_that_one(caplog):
     assert {outputs[name][-1].finish for name in whys} == {"error"}
     assert [*whys.values()][:3] == [MISTAKE] * 3 and "token 500" in whys["unknown"] and "500 tokens" in whys["too long"]
     assert ids(outputs["in its text"]) == [55, 56]
-    assert {*session.sequences} == {*loop.engine._kept} and len(loop.engine._kept) == 2
+    assert {*session.sequences} == {*loop.engine._reusable} and len(loop.engine._reusable) == 2
     lines = [json.loads(record.message) for record in caplog.records]
     assert {line["id"]: line["error"] for line in lines} == {
         "in its prompt": "LookupError",

@@ -159,8 +159,8 @@ def texts_among_faults(asked: list[Request]) -> tuple[dict[str, list], bool]:
                 found[output.request] += [output.finish] if output.finish else []
             arriving = []
         loop.end()
-    for sequence in [*engine._kept]:
-        engine._forget(sequence)
+    for sequence in [*engine._reusable]:
+        engine._evict(sequence)
     return found, session.room() == engine.capacity
 
 
@@ -223,8 +223,8 @@ def test_what_was_admitted_always_fits(n, pages, window):
             engine.cancel(next(iter(engine.running)))
         ended += sum(bool(output.finish) for output in engine.step())
     assert engine.idle and ended > 60
-    for sequence in [*engine._kept]:
-        engine._forget(sequence)
+    for sequence in [*engine._reusable]:
+        engine._evict(sequence)
     assert engine.cache.room() == engine.capacity
     whole = request("whole", [5] * (most - 1), 1, top_k=1)
     engine.add(whole)
@@ -241,7 +241,7 @@ def test_a_prompt_is_not_forked_on_a_full_rank():
     prompt = [*range(20)]
     engine.add(request("first", prompt, 1, top_k=1))
     engine.step()
-    cache.tables._deal(cache.open(), [28, 0])
+    cache.tables._place_rows(cache.open(), [28, 0])
     assert cache.room() == 28 and not cache.can_copy()
     engine.add(request("second", [*prompt[:17], 99], 1, top_k=1))
     (output,) = engine.step()

@@ -229,7 +229,7 @@ def test_pages_outside_a_window_are_freed():
     kept = [tables.slots(old, rank, 40).tolist() for rank in range(2)]
     tables.trim(old)
     tables.trim(old)
-    assert [part.freed for part in tables._parts[old]] == [5, 5] and tables.room() == 64 - 2 * 4
+    assert [part.freed for part in tables._rank_rows[old]] == [5, 5] and tables.room() == 64 - 2 * 4
     assert tables.length(old) == 45 and [tables.slots(old, rank, 40).tolist() for rank in range(2)] == kept
     assert tables.holds(old, 45) and not tables.holds(old, 36)
     with pytest.raises(UsageError, match=r"fork of 36 tokens of sequence 1: keys .* were freed; give 45"):

@@ -327,7 +327,7 @@ def _frozen() -> None:
         assert len(packed._packed) == 4 * len(packed._layers) + 1
         for count in (1, 2, 3, 8):
             for of_one in (of, packed):
-                while len(of_one.tables._parts) < count:
+                while len(of_one.tables._rank_rows) < count:
                     of_one.open()
             for length in (1, 3):
                 new = {number: [number + count] * (length + number % length) for number in range(1, count + 1)}

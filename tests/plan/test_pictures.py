@@ -82,7 +82,7 @@ def test_every_message_once_and_no_bar_over_another(spec, n, backward):
         for step in plan.steps[rank]:
             planned.update(t for op in step.comm for t in op.transfers(rank) if t.sender == rank)
         one = plan.grid.rank(context=rank)
-        planned.update(t for op in (*plan.before, *plan.after) for t in plan.swapped(op, one) if t.sender == one)
+        planned.update(t for op in plan.swaps for t in plan.swap_transfers(op, one) if t.sender == one)
     assert sent == planned
     pairs = Counter(pair for bar in shown.bars for pair in bar.pairs)
     assert pairs == Counter((q, kv) for q in range(plan.n) for kv in range(plan.n) if plan.visible_pairs(q, kv))

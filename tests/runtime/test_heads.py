@@ -179,9 +179,9 @@ def test_any_strategy_is_wrapped_unchanged(name):
     for causal, backward in PASSES:
         alone = STRATEGIES["ring" if name == "usp" else name].plan(4, causal=causal, backward=backward)
         plan = strategy.plan(12, causal=causal, backward=backward, head_parallel_size=3)
-        assert [*plan.steps] == [*alone.steps] and (plan.n, plan.size) == (4, 12)
+        assert [*plan.steps] == [*alone.steps] and (plan.n, plan.all_ranks) == (4, 12)
         inside, whole = verify(alone), verify(plan)
-        ours = sum(units(t) for t in (*plan.before[0].tensors, *plan.after[0].tensors)) * 2 / 3
+        ours = sum(units(t) for t in (*plan.swaps_before[0].tensors, *plan.swaps_after[0].tensors)) * 2 / 3
         assert ours == pytest.approx(4 * 2 / 3)
         assert whole.received == pytest.approx(inside.received + ours)
         assert max(whole.peak) >= max(inside.peak)
@@ -213,7 +213,7 @@ def test_a_round_hides_the_swaps_beside_it():
         return {T.Q: 2.0, T.KV: 1.0, T.O: 2.0}[transfer.tensor] if transfer.share == 1 / 2 else 0
 
     assert trace(plan, transfer_time=time, block_time=lambda block, plan: 3.0).finish == 3 + 3 * 9 + 2
-    whole = replace(plan, rounds=1)
+    whole = replace(plan, head_rounds=1)
     assert verify(plan).volume == verify(whole).volume
     assert "3 of 6 ranks, for 1/2 of the heads in 3 rounds" in picture(plan).title
     # The rank's own tensors, 3 + 1; a round of what one round has; the swaps before and after it.
@@ -233,10 +233,10 @@ def test_the_last_messages_of_a_round_travel_during_the_next(name):
         return float(transfer.tensor in (T.DKV, T.DQ)) if transfer.share == 1 else 0.0
 
     def seconds(rounds: int) -> float:
-        several = replace(plan, rounds=rounds)
+        several = replace(plan, head_rounds=rounds)
         return trace(several, transfer_time=time, block_time=lambda block, plan: 4.0).finish
 
-    blocks = trace(replace(plan, rounds=1), block_time=lambda block, plan: 4.0).finish
+    blocks = trace(replace(plan, head_rounds=1), block_time=lambda block, plan: 4.0).finish
     assert seconds(1) > blocks
     assert seconds(3) - seconds(1) == pytest.approx(2 * blocks)
 
@@ -418,7 +418,7 @@ def test_gradients_of_one_head_are_summed_in_float32(n, rounds):
 def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads, rounds):
     moved = Counter()
     buffers = []  # of messages, and their tensors
-    exchange, trade, messages = LocalTransport.exchange, LocalTransport.trade, head_swap._messages
+    exchange, all_to_all, messages = LocalTransport.exchange, LocalTransport.all_to_all, head_swap._messages
 
     def noted_messages(chunks):
         buffers.append(messages(chunks))
@@ -428,14 +428,14 @@ def test_the_volume_counted_is_the_volume_moved(monkeypatch, heads, kv_heads, ro
         moved[self.rank] += sum(x.numel() for _, x in receives if x.shape[-1] == DIM and x.is_floating_point())
         return exchange(self, channel, sends, receives)
 
-    def noted_trade(self, channel, group, sent, received, at_once=False):
+    def noted_all_to_all(self, channel, group, sent, received, at_once=False):
         assert buffers[-1][0] is received
         moved[self.rank] += sum(x.numel() for x in buffers[-1][1] if x.shape[-1] == DIM)
-        return trade(self, channel, group, sent, received, at_once)
+        return all_to_all(self, channel, group, sent, received, at_once)
 
     monkeypatch.setattr(head_swap, "_messages", noted_messages)
     monkeypatch.setattr(LocalTransport, "exchange", noted_exchange)
-    monkeypatch.setattr(LocalTransport, "trade", noted_trade)
+    monkeypatch.setattr(LocalTransport, "all_to_all", noted_all_to_all)
     n, causal = 6, True
     ranks = AllRanks(n, "loongtrain", "cyclic", head_parallel_size=3, inner_ring_size=2, head_rounds=rounds)
     tensors = problem(n, heads, kv_heads, torch.float32)

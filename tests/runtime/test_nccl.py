@@ -40,8 +40,8 @@ def noted(calls: list):
 
     with ExitStack() as stack:
         for at, function, name in (
-            (works, "gather_one", "gather"),
-            (works, "sum_one", "sum"),
+            (works, "all_gather_single", "gather"),
+            (works, "reduce_scatter_single", "sum"),
             (dist, "all_to_all_single", "all to all"),
             (transport, "post", "messages"),
             (works, "as_one", "together"),

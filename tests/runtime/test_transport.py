@@ -16,8 +16,8 @@ from megatron.context_parallel.runtime.comm.transport import (
     MessageQueue,
     Subgroup,
     TorchTransport,
-    run_all,
-    run_here,
+    run_all_ranks,
+    run_rank,
 )
 
 
@@ -75,13 +75,13 @@ def swapped(transport, me: int, group: tuple[int, ...]):
     others = [peer for peer in group if peer != me]
     sent = torch.tensor([[10 * me + peer] * 3 for peer in others], dtype=torch.uint8)
     received = torch.zeros_like(sent)
-    yield transport.trade("heads", group, sent, received)
+    yield transport.all_to_all("heads", group, sent, received)
     return everyone[:, 0, 0].tolist(), {peer: row[2].item() for peer, row in zip(others, received, strict=True)}
 
 
 def test_gathering_and_trading():
     plan, post = STRATEGIES["ring"].plan(3), defaultdict(MessageQueue)
-    got = run_all([swapped(LocalTransport(r, post), r, (0, 1, 2)) for r in range(3)], plan)
+    got = run_all_ranks([swapped(LocalTransport(r, post), r, (0, 1, 2)) for r in range(3)], plan)
     for r, (gathered, traded) in enumerate(got):
         assert gathered == [0, 1, 2]
         assert traded == {peer: 10 * peer + r for peer in range(3) if peer != r}
@@ -90,7 +90,7 @@ def test_gathering_and_trading():
 def test_a_subgroup_numbers_its_ranks():
     plan, post = STRATEGIES["ring"].plan(2), defaultdict(MessageQueue)
     inside = [Subgroup(LocalTransport(r, post), (1, 4)) for r in (1, 4)]
-    got = run_all([swapped(transport, i, (0, 1)) for i, transport in enumerate(inside)], plan)
+    got = run_all_ranks([swapped(transport, i, (0, 1)) for i, transport in enumerate(inside)], plan)
     assert got == [([0, 1], {1: 10}), ([0, 1], {0: 1})]
     assert {line[1:] for line in post} == {(1, 4), (4, 1)}
 
@@ -109,7 +109,7 @@ def test_programs_run_to_their_end_or_say_what_they_wait_for():
         yield done
         return 5
 
-    assert run_here(program()) == 5 and done.waited == 2
+    assert run_rank(program()) == 5 and done.waited == 2
     plan, post = STRATEGIES["ring"].plan(3), defaultdict(MessageQueue)
 
     def waits(rank: int, peer: int):
@@ -120,7 +120,7 @@ def test_programs_run_to_their_end_or_say_what_they_wait_for():
         yield
 
     with pytest.raises(PlanError) as refused:
-        run_all([waits(0, 1), ends(), waits(2, 0)], plan)
+        run_all_ranks([waits(0, 1), ends(), waits(2, 0)], plan)
     assert str(refused.value) == (
         "ring: ranks wait for each other forever: rank 0 to receive from rank 1 on channel ring; "
         "rank 2 to receive from rank 0 on channel ring"
@@ -144,12 +144,12 @@ def test_a_trade_over_gloo_posts_all_receives_and_sends_to_one_rank_after_the_ot
     with (
         patch.multiple(dist, get_process_group_ranks=lambda _: [*range(10, 18)], get_rank=lambda _: 5),
         patch.object(dist, "get_backend_config", return_value="cpu:gloo"),
-        patch("megatron.context_parallel.runtime.comm.transport.meet"),
+        patch("megatron.context_parallel.runtime.comm.transport.rendezvous"),
     ):
         transport = TorchTransport(group, "")
     transport._groups["heads", tuple(range(8))] = group
     sent, received = (first + torch.arange(3, dtype=torch.uint8).view(3, 1) for first in (0, 100))
-    work = transport.trade("heads", (1, 3, 5, 7), sent, received)
+    work = transport.all_to_all("heads", (1, 3, 5, 7), sent, received)
     assert log == ["recv 1: 100", "recv 3: 101", "recv 7: 102"]
     assert work.ends == [*(("send", rank) for rank in (17, 11, 13)), *(("receive", rank) for rank in (11, 13, 17))]
     log.clear()
@@ -197,7 +197,7 @@ def _torch_transport() -> list:
     assert [key for key, group in groups.items() if group is dist.group.WORLD] == [("gather", (0, 1))]
     assert len({*groups.values()}) == 4 and dist.get_process_group_ranks(groups["alone", (rank,)]) == [rank]
 
-    got = run_here(swapped(transport, rank, (0, 1)))
+    got = run_rank(swapped(transport, rank, (0, 1)))
     other, into = 1 - rank, [torch.zeros(2, 3) for _ in range(2)]
     exchange = transport.exchange("ring", [(other, numbered(rank)), (other, numbered(5))], [(other, x) for x in into])
     assert (exchange.channel, exchange.ends) == ("ring", [("receive", other)] * 2 + [("send", other)] * 2)

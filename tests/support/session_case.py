@@ -77,7 +77,7 @@ def poison(of: Session) -> None:
     """Fills the free pages of this rank with NaN."""
     for pages in (x for layer in of.cache.layers for x in layer):
         # 255 in each byte of a float32 scale is a NaN too.
-        pages[of.tables._stores[of.cp.rank].free] = 255 if pages.dtype is torch.uint8 else float("nan")
+        pages[of.tables._pools[of.cp.rank].free] = 255 if pages.dtype is torch.uint8 else float("nan")
 
 
 def prompts(turn: int, lengths: list[int]) -> list[list[int]]:

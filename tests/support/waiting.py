@@ -55,7 +55,7 @@ def stuck(plan: Plan, one_queue: bool) -> list[str]:
     kernels of NCCL do where CUDA_DEVICE_MAX_CONNECTIONS is 1. Sums are then collectives.
     """
     network = Network()
-    programs = {rank: _program(plan, rank, network, one_queue) for rank in range(plan.size)}
+    programs = {rank: _program(plan, rank, network, one_queue) for rank in range(plan.all_ranks)}
     waits: dict[int, Batch | None] = dict.fromkeys(programs)
     while True:
         free = [rank for rank, batch in waits.items() if batch is None or batch.complete]
@@ -116,15 +116,15 @@ def _program(plan: Plan, rank: int, network: Network, one_queue: bool) -> Iterat
 
     before: list[Batch] = []
     after: list[Batch] = []
-    yield from swap(plan.before, before)
-    for turn in range(plan.rounds):
-        yield from before[turn : turn + 1]
-        if turn + 1 < plan.rounds:
-            yield from swap(plan.before, before)
+    yield from swap(plan.swaps_before, before)
+    for round_index in range(plan.head_rounds):
+        yield from before[round_index : round_index + 1]
+        if round_index + 1 < plan.head_rounds:
+            yield from swap(plan.swaps_before, before)
         yield from steps()
-        if turn > 0:
-            yield from after[turn - 1 : turn]
-        yield from swap(plan.after, after)
+        if round_index > 0:
+            yield from after[round_index - 1 : round_index]
+        yield from swap(plan.swaps_after, after)
     yield from after[-1:]
 
 
@@ -168,5 +168,5 @@ def _reads(op: object, plan: Plan, r: int, nccl: bool) -> list[tuple]:
             pairs = zip(op.group, op.chunks, strict=True)
             return [(op.tensor, c) for member, c in pairs if member != r or _summed(op, nccl)]
         case Attend():
-            return [(plan.starts[1], c) for c in op.kv_chunks] + [(plan.starts[0], c) for c in op.q_chunks]
+            return [(plan.inputs[1], c) for c in op.kv_chunks] + [(plan.inputs[0], c) for c in op.q_chunks]
     return []

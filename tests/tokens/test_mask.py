@@ -155,7 +155,7 @@ def test_questions_to_pairs():
     assert [(q, kv) for q in range(3) for kv in range(3) if pairs(q, kv)] == [(0, 0), (0, 2), (2, 0), (2, 1)]
     assert pairs.n == 3 and pairs.columns == (0b101, 0b100, 0b001)
     assert [pairs.full, causal.full, Pairs((0b111, 0b111, 0b110)).full, Pairs.all(3).full] == [False] * 3 + [True]
-    assert [pairs.look_back, causal.look_back, Pairs((0, 0b01, 0)).look_back] == [False, True, True]
+    assert [pairs.causal, causal.causal, Pairs((0, 0b01, 0)).causal] == [False, True, True]
     assert pairs.any((0, 1), (1, 2)) and not pairs.any((0, 1), (1,)) and not pairs.any((1,), (0, 1, 2))
     assert pairs.any((1, 2), (2, 1)) and not pairs.any((), (0,)) and not pairs.any((0,), ())
     assert [pairs.seen_from(first, 0) for first in range(3)] == [0b101, 0b110, 0b011]
@@ -277,7 +277,7 @@ def test_runs_are_those_of_the_positions(layout):
                 keys = torch.cat([chunks.positions(c) for c in gathered]).sort().values
                 expected = torch.stack([torch.searchsorted(keys, bound.contiguous()) for bound in mask.seen(at)])
                 got = torch.stack(blocks.runs(q, gathered))
-                assert blocks.keys(gathered) == len(keys) and got.dtype == torch.int32
+                assert blocks.key_rows(gathered) == len(keys) and got.dtype == torch.int32
                 assert torch.equal(got.long(), expected)
 
 
@@ -309,17 +309,18 @@ def test_documents_of_each_batch_share_what_they_do_not_decide():
     assert first is not second and first.undivided is second.undivided
     assert first.undivided.runs(1, (0, 1)) is second.undivided.runs(1, (0, 1))
     cpu = torch.device("cpu")
-    assert first.order((0, 1), cpu) is second.order((0, 1), cpu)
+    assert first.gather_order((0, 1), cpu) is second.gather_order((0, 1), cpu)
 
 
 def test_indices_of_gathered_rows_are_copied_to_the_device_once():
     placement = Placement([[(0, 3), (5, 6)], [(3, 5), (6, 8)]])
     blocks = Blocks(Mask(), placement, placement, Reference())
     meta = torch.device("meta")
-    order = blocks.order((0, 1), meta)
+    order = blocks.gather_order((0, 1), meta)
     assert [where.device for *_, where in order] == [meta] * 2
-    assert blocks.order((0, 1), meta) is order
-    assert [where.tolist() for *_, where in blocks.order((0, 1), torch.device("cpu"))] == [[0, 1, 2, 5], [3, 4, 6, 7]]
+    assert blocks.gather_order((0, 1), meta) is order
+    on_cpu = blocks.gather_order((0, 1), torch.device("cpu"))
+    assert [where.tolist() for *_, where in on_cpu] == [[0, 1, 2, 5], [3, 4, 6, 7]]
 
 
 def test_copies_to_a_gpu_start_from_pinned_memory(monkeypatch):

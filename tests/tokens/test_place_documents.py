@@ -63,7 +63,7 @@ def test_padding_fills_ranks():
     placement = place(documents, 4, FREE)
     loads = loads_of(documents, placement)
     assert loads.pairs.tolist() == [18, 18, 18, 18]
-    assert placement.counts == (16, 16, 16, 16)
+    assert placement.rows == (16, 16, 16, 16)
 
 
 def test_samples_lie_end_to_end():

@@ -55,7 +55,7 @@ def test_bytes_on_the_wire(monkeypatch):
     n, heads, kv_heads, d = 4, 4, 2, 8
     batch = Batch.draw(n, UNEVEN, seed=3)
     blocks = batch.blocks()
-    q, kv = blocks.q.counts, blocks.kv.counts
+    q, kv = blocks.q.rows, blocks.kv.rows
     partial = heads * (d + 1) * 4
     formulas = {
         "pass-kv": lambda r: (sum(kv) - kv[r]) * 2 * kv_heads * d * 4,

@@ -13,7 +13,7 @@ from megatron.context_parallel.cluster.step.fit import advice, bytes_needed, cha
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from megatron.context_parallel.trainer.dry_run import describe
-from megatron.context_parallel.trainer.memory_report import answer_lack_of_memory
+from megatron.context_parallel.trainer.memory_report import explain_out_of_memory
 
 LLAMA = "--preset llama3-8b --seq-length 65536 --micro-batch-size 1 --bf16 --dry-run --context-parallel-size 8"
 
@@ -128,14 +128,14 @@ def test_a_device_memory_that_is_none(text, monkeypatch):
 
 def test_a_rank_without_memory_says_what_needs_it(monkeypatch, capsys):
     args = parsed(LLAMA, monkeypatch)
-    with pytest.raises(RuntimeError, match="can't allocate memory"), answer_lack_of_memory(args):
+    with pytest.raises(RuntimeError, match="can't allocate memory"), explain_out_of_memory(args):
         torch.empty(2**50, dtype=torch.uint8)
     said = capsys.readouterr().err
     assert re.search(r"MLP activations +\d+\.\d+ GiB", said)
     assert said.count("rank 0: out of memory; it would fit with --recompute-granularity full") == 1
-    with pytest.raises(MemoryError), answer_lack_of_memory(args):
+    with pytest.raises(MemoryError), explain_out_of_memory(args):
         bytearray(2**60)
     assert "rank 0: out of memory" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="something else"), answer_lack_of_memory(args):
+    with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory(args):
         raise RuntimeError("something else")
     assert not capsys.readouterr().err

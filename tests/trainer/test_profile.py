@@ -36,7 +36,7 @@ def expected(spec: Namespace, rank: int) -> Counter:
         for step in plan.steps[place]:
             found.update(("blocks", label((block,))) for block in step.attend)
             found.update((channel, label(ops)) for channel, ops in batches(step.comm))
-        found.update((swap.channel, label((swap,))) for swap in (*plan.before, *plan.after))
+        found.update((swap.channel, label((swap,))) for swap in plan.swaps)
     return Counter({what: count * LAYERS * MICRO_BATCHES for what, count in found.items()})
 
 

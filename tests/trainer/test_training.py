@@ -189,7 +189,7 @@ def test_exit_conditions(ranks, run, iterations):
 
 def test_a_run_whose_last_iteration_is_a_multiple_of_the_exit_interval_is_tested_too():
     asked = {"exit_interval": 5, "exit_duration_in_mins": None, "train_iters": 15}
-    left = [i for i in range(1, 16) if training._wants_to_leave(CaseArgs(**asked), i, time.monotonic())]
+    left = [i for i in range(1, 16) if training._should_exit(CaseArgs(**asked), i, time.monotonic())]
     assert left == [5, 10]
 
 

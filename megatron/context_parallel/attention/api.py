@@ -163,7 +163,7 @@ def attention_of_rows(
     for rank, (q, k, v) in zip(cp.local_ranks, inputs, strict=True):
         check(q, *(packed.unpacked_like(q, k, v) if packed else (k, v)), sinks, smallest=0)
         check_partials(cp.choice, q.dtype)
-        rows, expected = (len(q), len(k)), (blocks.q.rows(rank), blocks.kv.rows(rank))
+        rows, expected = (len(q), len(k)), (blocks.q.rows[rank], blocks.kv.rows[rank])
         if rows != expected:
             raise UsageError(f"rank {rank}: {rows} rows of queries and keys, but its chunks have {expected}")
     q, k, _ = inputs[0]

@@ -11,18 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.plan.ir import Plan
-from megatron.context_parallel.runtime.comm.communicators import joined, meet
+from megatron.context_parallel.runtime.comm.communicators import group_of_this_rank, rendezvous
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import (
     LocalTransport,
     MessageQueue,
     Program,
     TorchTransport,
-    run_all,
-    run_here,
+    run_all_ranks,
+    run_rank,
 )
 from megatron.context_parallel.runtime.executor import Problem
-from megatron.context_parallel.strategies import Choice, asked, parse_spec
+from megatron.context_parallel.strategies import Choice, parse_spec, spec_text
 from megatron.context_parallel.tokens.documents import Documents, placement_of
 from megatron.context_parallel.tokens.handles import HasHandle
 from megatron.context_parallel.tokens.layout import positions, shard, unshard
@@ -50,7 +50,7 @@ class Ranks(HasHandle, ABC):
         self.plans = Plans(choice, n)
         self.choice, self.n, self.layout = choice, n, choice.layout
         self.chunks = self.plans.chunks
-        self.head_parallel_size = n // self.plans.steps_on
+        self.head_parallel_size = n // self.plans.step_ranks
         self.keeps_swapped = self.plans.keeps_swapped
         self.swapped_rows = self.head_parallel_size if self.keeps_swapped else 1
 
@@ -59,7 +59,7 @@ class Ranks(HasHandle, ABC):
         """Whether each rank has the chunk of its number, as other libraries expect."""
         return self.chunks == [*range(self.n)]
 
-    def compare(self, placement: Placement) -> None:
+    def check_same_placement(self, placement: Placement) -> None:
         """Checks that all ranks have the same placement of a batch; they call it together.
 
         Raises:
@@ -79,7 +79,7 @@ class Ranks(HasHandle, ABC):
         """The inverse of `split`."""
 
     @abstractmethod
-    def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def sum_over_ranks(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         """This process's part, in `dtype`, of a sum over the ranks; `parts` are the summands of its ranks."""
 
     @abstractmethod
@@ -118,11 +118,11 @@ class ContextParallel(Ranks):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         **options: object,
     ) -> None:
-        group = joined(group)
+        group = group_of_this_rank(group)
         if not isinstance(layout, str | None):
             raise UsageError(f"layout: of type {type(layout).__name__}; give its name, and the group as group=...")
         # All ranks meet before any of them may raise.
-        self._transport = TorchTransport(group, f"--cp-strategy {asked(strategy, layout=layout, **options)}")
+        self._transport = TorchTransport(group, f"--cp-strategy {spec_text(strategy, layout=layout, **options)}")
         super().__init__(parse_spec(strategy, layout=layout, **options), dist.get_world_size(group))
         self.group, self.rank = group, dist.get_rank(group)
         self.local_ranks = (self.rank,)
@@ -130,10 +130,10 @@ class ContextParallel(Ranks):
         causal = [self.choice.plan(self.n, backward=backward) for backward in (False, True)]
         full = [self.choice.plan(self.n, causal=False, backward=backward) for backward in (False, True)]
         if digest := self.plans.digest(causal + full):
-            meet(group, f"--cp-strategy {self.choice.spec} with code that writes the plans {digest}")
+            rendezvous(group, f"--cp-strategy {self.choice.spec} with code that writes the plans {digest}")
         self._transport.connect({needed for plan in causal for needed in plan.communicators(self.rank)})
         for plan in causal + full:  # others, such as for a window, have their first messages before they first run
-            self._transport.send_first(plan)
+            self._transport.connect_peers(plan)
 
     def shard(self, x: Tensor, dim: int = 0, documents: Documents | None = None) -> Tensor:
         """This rank's tokens of a full sequence: [..., length, ...] to [..., length / n, ...] along `dim`.
@@ -153,8 +153,8 @@ class ContextParallel(Ranks):
             return placement.of_rank(self.plans.placed_chunks[self.rank], self.n)
         return positions(self.layout, self.chunk, self.n, length)
 
-    def compare(self, placement: Placement) -> None:
-        device = torch.cuda.current_device() if self._transport.can_sum else "cpu"  # NCCL's can
+    def check_same_placement(self, placement: Placement) -> None:
+        device = torch.cuda.current_device() if self._transport.nccl else "cpu"
         mine = torch.tensor([placement.digest()], device=device)
         everyone = [torch.empty_like(mine) for _ in range(self.n)]
         dist.all_gather(everyone, mine, group=self.group)
@@ -175,8 +175,8 @@ class ContextParallel(Ranks):
     def join(self, parts: list[Tensor], placement: Placement | None) -> Tensor:
         return parts[0]
 
-    def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-        """As `Ranks.add_up`; the ranks call it together. If `dtype` rounds, rank 0 gets the sum, the others zeros."""
+    def sum_over_ranks(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        """As in `Ranks`; the ranks call it together. If `dtype` rounds, rank 0 gets the sum, the others zeros."""
         (part,) = parts
         if part.dtype == dtype or self.n == 1:
             return part.to(dtype)
@@ -185,8 +185,8 @@ class ContextParallel(Ranks):
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
         recorder.begin(plan.name, plan.backward)
-        self._transport.send_first(plan)
-        results = [run_here(program(plan, problem, self.rank, self._transport, *parts[0]))]
+        self._transport.connect_peers(plan)
+        results = [run_rank(program(plan, problem, self.rank, self._transport, *parts[0]))]
         recorder.end()
         return results
 
@@ -214,10 +214,10 @@ class AllRanks(Ranks):
         in_order = [by_chunk[chunk] for chunk in range(self.n)]
         return placement.unshard(in_order) if placement else unshard(in_order, self.layout)
 
-    def add_up(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    def sum_over_ranks(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         return sum(parts[1:], parts[0]).to(dtype)
 
     def run(self, program: Callable[..., Program], plan: Plan, problem: Problem, parts: list[tuple]) -> list:
         queues: dict[tuple[str, int, int], MessageQueue] = defaultdict(MessageQueue)
         programs = [program(plan, problem, r, LocalTransport(r, queues), *part) for r, part in enumerate(parts)]
-        return run_all(programs, plan)
+        return run_all_ranks(programs, plan)

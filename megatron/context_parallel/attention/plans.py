@@ -33,7 +33,7 @@ class Plans:
 
     Attributes:
         choice: the strategy and its options; n: the number of context ranks.
-        steps_on: the number of ranks that run the steps of a plan together; keeps_swapped: as in `Plan`.
+        step_ranks: the number of ranks that run the steps of a plan together; keeps_swapped: as in `Plan`.
         chunks: the chunk of each rank, of n in the layout; placed_chunks: of n equal parts of a batch's own placement.
 
     Raises:
@@ -43,7 +43,7 @@ class Plans:
     def __init__(self, choice: Choice, n: int) -> None:
         self.choice, self.n = choice, n
         plan = choice.plan(n)
-        self.steps_on, self.keeps_swapped = plan.n, plan.keeps_swapped
+        self.step_ranks, self.keeps_swapped = plan.n, plan.keeps_swapped
         self.chunks = [plan.chunk_of(rank) for rank in range(n)]
         self.placed_chunks = [_placed(plan).chunk_of(rank) for rank in range(n)]
         self._recent: OrderedDict[tuple, Any] = OrderedDict()
@@ -56,7 +56,7 @@ class Plans:
             UsageError: the head-parallel size does not split the heads.
         """
         placed = placement_of(mask.documents) is not None
-        if self.steps_on > ALL_RANKS_UP_TO and not placed:
+        if self.step_ranks > ALL_RANKS_UP_TO and not placed:
             mask = Mask(mask.causal, mask.window)  # creating plans for the documents of each batch would take too long
         visible_pairs = self.cached(("visible pairs", mask, lengths), lambda: mask.pairs(*self._chunks(mask, lengths)))
 
@@ -77,7 +77,7 @@ class Plans:
         """Verifies a new plan. Of those for documents, only the first ones if the strategy is of this package."""
         if plan.n > ALL_RANKS_UP_TO:
             return
-        if mask.documents is not None and self.choice.of_pass(plan.backward).strategy.of_package:
+        if mask.documents is not None and self.choice.of_pass(plan.backward).strategy.is_builtin:
             kind = placement_of(mask.documents) is not None, plan.backward
             if kind in self._verified_for_documents:
                 return
@@ -89,8 +89,8 @@ class Plans:
 
         The code of other strategies may differ between the ranks.
         """
-        own = all(self.choice.of_pass(plan.backward).strategy.of_package for plan in plans)
-        if own or self.steps_on > ALL_RANKS_UP_TO:
+        own = all(self.choice.of_pass(plan.backward).strategy.is_builtin for plan in plans)
+        if own or self.step_ranks > ALL_RANKS_UP_TO:
             return None
         return hashlib.sha256(repr([[*plan.steps] for plan in plans]).encode()).hexdigest()[:8]
 
@@ -112,7 +112,7 @@ class Plans:
         Raises:
             UsageError: the rounds do not divide the tokens of a rank.
         """
-        tokens, rounds = length // plan.size, plan.token_rounds
+        tokens, rounds = length // plan.all_ranks, plan.token_rounds
         if rounds == 1:
             return ()
         if tokens % rounds:
@@ -129,7 +129,7 @@ class Plans:
         if mask.documents and plan.n > ROWS_UP_TO and placement_of(mask.documents) is None:
             return None
         q, kv = Slices.of(blocks.q), Slices.of(blocks.kv)
-        sizes = mask, q.counts, kv.counts
+        sizes = mask, q.rows, kv.rows
         met = self.cached(("met rows", *sizes), lambda: MetRows(mask, q, kv))  # of both passes
         return self.cached(("row sets", plan, *sizes), lambda: RowSets(plan, met))
 
@@ -145,7 +145,7 @@ class Plans:
     def _chunks(self, mask: Mask, lengths: Lengths) -> tuple[Chunks | Placement, Chunks | Placement]:
         if placement := placement_of(mask.documents):
             return placement, placement
-        return Chunks.pair(self.choice.layout, self.steps_on, *lengths)
+        return Chunks.pair(self.choice.layout, self.step_ranks, *lengths)
 
 
 def _placed(plan: Plan) -> Plan:

@@ -24,7 +24,7 @@ from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.runtime.comm.transport import Program
 from megatron.context_parallel.runtime.executor import Problem
 from megatron.context_parallel.tokens.documents import Documents, placement_of
-from megatron.context_parallel.tokens.handles import HandleOf, held
+from megatron.context_parallel.tokens.handles import HandleOf, object_of
 from megatron.context_parallel.tokens.mask import Mask
 
 from .context import AllRanks, ContextParallel
@@ -49,7 +49,7 @@ class OpArgs(NamedTuple):
     kernel: int
 
     def objects(self) -> tuple[ContextParallel | AllRanks, Documents | None, HandleOf | None]:
-        return held(self.cp, "cp"), held(self.documents, "documents"), held(self.kernel, "kernel")
+        return object_of(self.cp, "cp"), object_of(self.documents, "documents"), object_of(self.kernel, "kernel")
 
 
 _SCHEMA_TYPES = {int: "int", bool: "bool", float: "float", Sequence[int]: "int[2]", SymbolicInt: "SymInt"}
@@ -100,7 +100,7 @@ def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
     def make() -> tuple[Plan, Problem]:
         mask = Mask(how.causal, window, documents)
         if documents and documents.placement and not sizes.backward:
-            cp.compare(documents.placement)
+            cp.check_same_placement(documents.placement)
         blocks = cp.plans.blocks(mask, lengths, kernel)
         plan = cp.plans.of(mask, lengths, heads, kv_heads, backward=sizes.backward)
         sets = cp.plans.row_sets(plan, blocks)
@@ -133,7 +133,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int,
     keeps = call.plan.keeps_swapped
     parts = [cp.split(x, placement) for x in (q, k, v)]
     if kept:
-        out, lse, *swapped_lse = held(kept, "kept").value
+        out, lse, *swapped_lse = object_of(kept, "kept").value
         swapped = call.run(passes.swap, *parts) if keeps else []
         return out, lse, [*map(_joined, swapped), *swapped_lse]
     outs, lses, *seen = call.run(passes.forward, repeat(sinks, len(parts[0])), *parts)
@@ -146,7 +146,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, cp
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=wide)
-    ranks = held(cp, "cp")
+    ranks = object_of(cp, "cp")
     if not ranks.keeps_swapped:
         return out, lse, []
     size = ranks.head_parallel_size
@@ -178,7 +178,7 @@ def _attention_backward(
     dsinks, *grads = call.run(passes.backward, repeat(sinks, ranks), *parts, *inputs)
     results = [cp.join(of_ranks, placement) for of_ranks in grads]
     if sinks is not None:
-        results.append(cp.add_up(dsinks, sinks.dtype))
+        results.append(cp.sum_over_ranks(dsinks, sinks.dtype))
     return results
 
 
@@ -187,7 +187,7 @@ def _shapes_of_gradients(
     dout: Tensor, out: Tensor, seen: list[Tensor], sinks: Tensor | None, kv_heads: int, cp: int, *_: Any
 ) -> list[Tensor]:
     q, k, v = seen[:3]
-    t = len(k) // held(cp, "cp").swapped_rows
+    t = len(k) // object_of(cp, "cp").swapped_rows
     grads = [q.new_empty(*out.shape[:3], q.shape[-1])]
     grads += [x.new_empty(t, out.shape[1], kv_heads, x.shape[-1]) for x in (k, v)]
     if sinks is not None:

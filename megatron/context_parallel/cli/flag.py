@@ -41,21 +41,21 @@ class Flag(Option):
     def positional(self) -> bool:
         return not self.option.startswith("-")
 
-    def value(self, given: Any, n: int | None = None) -> Any:
+    def parse(self, given: Any, n: int | None = None) -> Any:
         if self.many and given != []:
-            return list(map(super().value, given if isinstance(given, list) else [given]))
-        found = super().value(given, n)
+            return list(map(super().parse, given if isinstance(given, list) else [given]))
+        found = super().parse(given, n)
         return found if self.kind is not bool or self.option == "--" + self.name.replace("_", "-") else not found
 
-    def given(self, value: object) -> str:
+    def as_flag(self, value: object) -> str:
         if self.kind is bool and not self.optional:
             return self.option
-        return f"{self.option} {' '.join(map(show, value))}" if isinstance(value, list) else super().given(value)
+        return f"{self.option} {' '.join(map(show, value))}" if isinstance(value, list) else super().as_flag(value)
 
     @property
     def works(self) -> str:
         """An example on a command line."""
-        return show(self.example) if self.positional else self.given(True if self.kind is bool else self.example)
+        return show(self.example) if self.positional else self.as_flag(True if self.kind is bool else self.example)
 
 
 def flag(help: str, default: object = None, **declared: Any) -> Any:

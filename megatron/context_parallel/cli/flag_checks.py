@@ -11,7 +11,7 @@ from .flag import Flag, FlagSection
 
 def refusal(args: FlagSection, name: str, why: str, **fits: object) -> UsageError:
     """The error of the flag of field `name`. `fits` are values that work, by field."""
-    advice = " ".join(args.declared[other].given(value) for other, value in fits.items())
+    advice = " ".join(args.declared[other].as_flag(value) for other, value in fits.items())
     return UsageError(f"{flag_text(args, name)}: {why}" + (f"; give {advice}" if fits else ""))
 
 
@@ -23,7 +23,7 @@ def refuse(args: FlagSection, name: str, why: str, **fits: object) -> NoReturn:
 def flag_text(args: FlagSection, name: str) -> str:
     """The flag of field `name` with its value, `--num-layers 24`; for other fields words, `data parallel size 2`."""
     flag, value = args.declared.get(name), getattr(args, name)
-    return flag.given(value) if flag else f"{name.replace('_', ' ')} {value}"
+    return flag.as_flag(value) if flag else f"{name.replace('_', ' ')} {value}"
 
 
 def is_given(args: FlagSection, condition: str) -> bool:
@@ -83,9 +83,9 @@ def check_relations(args: FlagSection) -> Iterator[UsageError]:
         if flag.multiple_of:
             yield from check_multiple(args, name, *flag.multiple_of.split())
         if flag.not_above and value > (limit := getattr(args, flag.not_above) or math.inf):
-            advice = flag.given(limit)
+            advice = flag.as_flag(limit)
             if above := args.declared.get(flag.not_above):
-                advice += f", or {above.given(value)}"
+                advice += f", or {above.as_flag(value)}"
             yield refusal(args, name, f"more than {flag_text(args, flag.not_above)}; give {advice}")
 
 
@@ -107,4 +107,4 @@ def _trains_not(args: FlagSection) -> bool:
 def _in_words(args: FlagSection, condition: str) -> str:
     name, _, value = condition.partition("=")
     flag = args.declared[name]
-    return flag.given(value) if value else flag.works
+    return flag.as_flag(value) if value else flag.works

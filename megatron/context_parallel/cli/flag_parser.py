@@ -79,7 +79,7 @@ class FlagParser(Generic[Section]):
         values = dict[str, Any]()
         for name, text in given.items():
             try:
-                values[name] = self.flags[name].value(text) if name in self.flags else text
+                values[name] = self.flags[name].parse(text) if name in self.flags else text
             except UsageError as error:
                 wrong.append(error)
         if wrong:
@@ -109,7 +109,7 @@ class FlagParser(Generic[Section]):
         return vars(given), wrong
 
     def build(self, listed: Collection[str] | None = None) -> argparse.ArgumentParser:
-        """A parser of all flags, in groups by section. Its results are texts for `Flag.value`.
+        """A parser of all flags, in groups by section. Its results are texts for `Flag.parse`.
 
         Its help lists the flags of the fields in `listed` (default: all).
         """
@@ -181,7 +181,7 @@ class FlagParser(Generic[Section]):
     def _named(self, condition: str) -> str:
         """The flag of a name in a declaration: `--recompute-granularity full` for "recompute_granularity=full"."""
         name, _, value = condition.partition("=")
-        return self.flags[name].given(value) if value else self.flags[name].option
+        return self.flags[name].as_flag(value) if value else self.flags[name].option
 
     def explain_unknown(self, unknown: list[str], words: list[str]) -> tuple[str, bool]:
         """The errors about words that are neither flags nor values; and whether one of them is misspelled."""

@@ -92,7 +92,7 @@ def shape_of(args: PlanFlags) -> Shape | None:
 
 
 def row(spec: str, plan: Plan, report: PlanReport, shape: Shape | None, forecast: "PassForecast | None") -> list[str]:
-    size = max(received_bytes(plan, rank, shape) for rank in range(plan.size)) / 2**20 if shape else 0
+    size = max(received_bytes(plan, rank, shape) for rank in range(plan.all_ranks)) / 2**20 if shape else 0
     return [
         spec,
         way(plan),

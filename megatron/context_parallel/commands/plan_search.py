@@ -175,8 +175,8 @@ def flags(run: TrainConfig, model: "ModelShape", placed: bool = False) -> str:
     words = [f"--context-parallel-size {run.context_parallel_size} --cp-strategy {run.cp_strategy}"]
     words += ["--reset-attention-mask --cp-place-documents"] if placed else []
     words += [f"--{name} {size}" for name, size in sizes.items() if size > 1]
-    if run.turns > 1:
-        layers = model.num_layers // (run.pipeline_model_parallel_size * run.turns)
+    if run.virtual_stages > 1:
+        layers = model.num_layers // (run.pipeline_model_parallel_size * run.virtual_stages)
         words.append(f"--num-layers-per-virtual-pipeline-stage {layers}")
     words += [f"--micro-batch-size {run.micro_batch_size}"] if run.micro_batch_size > 1 else []
     words += ["--sequence-parallel"] if run.sequence_parallel else []
@@ -234,7 +234,7 @@ def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: li
 
     meshes = {one.run.mesh for one in shown}
     micro_batches = {one.run.micro_batch_size for one in shown}
-    interleaved = any(one.run.turns > 1 for one in shown)
+    interleaved = any(one.run.virtual_stages > 1 for one in shown)
     ring = next((one.forecast.seconds for one in shown if strategy_of(one) == BASELINE), None)
     table = Table("#", title=title)
     for number, one in enumerate(shown, 1):
@@ -258,7 +258,7 @@ def ranking(shown: "list[FeasibleRun]", title: str, documents: bool, lengths: li
         if len(micro_batches) > 1:
             words["micro batch"] = str(run.micro_batch_size)
         if interleaved:
-            words["virtual stages"] = str(run.turns)
+            words["virtual stages"] = str(run.virtual_stages)
         if number == 1:
             for heading in numbers:
                 table.add_column(heading, justify="right")

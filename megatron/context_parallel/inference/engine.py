@@ -101,7 +101,7 @@ class Engine:
         self.passes = 0
         self.waiting: deque[_Waiting] = deque()
         self.running: dict[str, _Running] = {}
-        self._kept: OrderedDict[int, int] = OrderedDict()  # cached tokens by sequence; the most recently used is last
+        self._reusable: OrderedDict[int, int] = OrderedDict()  # ended sequences: their cached tokens; most recent last
         self._prefixes = Prefixes()
         self._ended: list[RequestOutput] = []  # outside of passes
         self._grammars = Grammars(tokenizer, cache.vocabulary)
@@ -154,7 +154,7 @@ class Engine:
     def cancel(self, name: str) -> None:
         """End a request now; requests that have ended are ignored."""
         if name in self.running:
-            self._end(self.running.pop(name))
+            self._retire(self.running.pop(name))
         elif any(waiting.request.name == name for waiting in self.waiting):
             self.waiting = deque(waiting for waiting in self.waiting if waiting.request.name != name)
         else:
@@ -168,7 +168,7 @@ class Engine:
                 self.pinned[handoff] = self.running.pop(name)
                 break
         if handoff in self.pinned:
-            self._end(self.pinned.pop(handoff))
+            self._retire(self.pinned.pop(handoff))
 
     def refuse(self, name: str, why: str) -> None:
         """End a request that was not added, with an error."""
@@ -178,9 +178,9 @@ class Engine:
         """Compute one token of each running text, and parts of the prompts. Every rank calls it."""
         self._admit()
         outputs, self._ended = self._ended, []
-        if not (new := self._deal()):
+        if not (new := self._schedule_tokens()):
             return outputs
-        self._find_room(sum(map(len, new.values())))
+        self._make_room_for_step(sum(map(len, new.values())))
         logits = self.cache.forward(new, scored=[run.sequence for run in self.running.values() if run.request.scored])
         self.passes += 1
         complete = []
@@ -193,12 +193,12 @@ class Engine:
                 complete.append(run)
             elif self.handed and run.request.handoff:
                 self.handed.finish_rows(run.request.handoff, run.sequence, run.cached)
-        tokens = self._choose(complete, logits)
-        return outputs + [self._take(run, token) for run, token in zip(complete, tokens, strict=True)]
+        tokens = self._sample(complete, logits)
+        return outputs + [self._append_token(run, token) for run, token in zip(complete, tokens, strict=True)]
 
     # -- which tokens ---------------------------------------------------------------------------------------------
 
-    def _deal(self) -> dict[int, list[int]]:
+    def _schedule_tokens(self) -> dict[int, list[int]]:
         """The new tokens of a step by sequence.
 
         Half of the prompt tokens are for the prompt that started first, so that each one ends. The others are for the
@@ -211,7 +211,7 @@ class Engine:
                 new[run.sequence] = run.tokens[-1:]
             else:
                 prompts.append(run)
-        left = self._prompt_tokens(prompts)
+        left = self._prompt_budget(prompts)
         ends = {run.sequence: run.cached for run in prompts}
         oldest = [(run, left - left // 2) for run in prompts[:1]]
         shortest = sorted(prompts, key=lambda run: len(run.tokens) - run.cached)
@@ -223,7 +223,7 @@ class Engine:
             run.sequence: run.tokens[run.cached : end] for run in prompts if (end := ends[run.sequence]) > run.cached
         }
 
-    def _prompt_tokens(self, prompts: list[_Running]) -> int:
+    def _prompt_budget(self, prompts: list[_Running]) -> int:
         """How many tokens of some prompts a step computes."""
         if not prompts:
             return 0
@@ -239,14 +239,14 @@ class Engine:
             top = run.request.params.top_n_logprobs
             run.prompt += score_prompt(self.cache, run.sequence, prompt, run.cached, stop, top)
 
-    def _choose(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token | str]:
+    def _sample(self, runs: list[_Running], logits: Mapping[int, Tensor]) -> list[Token | str]:
         """The next token of each request, or an error: the rank that has the logits samples, and sends the result."""
         if not runs:
             return []
         most = max(run.request.params.top_n_logprobs for run in runs)
         allowed = {run.sequence: _allowed(run.matcher) for run in runs if run.matcher}  # on every rank
         ours = [run for run in runs if run.sequence in logits]
-        asked = [self._draw(run, allowed.get(run.sequence)) for run in ours]
+        asked = [self._how_to_sample(run, allowed.get(run.sequence)) for run in ours]
         tokens = choose_tokens([logits[run.sequence] for run in ours], asked) if ours else []
         chosen = {}
         for run, token in zip(ours, tokens, strict=True):
@@ -256,7 +256,7 @@ class Engine:
         shared = self.cache.share(chosen, width=2 + 2 * most)
         return [from_numbers(shared[run.sequence], run.request.params.top_n_logprobs) for run in runs]
 
-    def _draw(self, run: _Running, allowed: Tensor | GrammarFault | None) -> Draw:
+    def _how_to_sample(self, run: _Running, allowed: Tensor | GrammarFault | None) -> Draw:
         """How the next token of a text is chosen."""
         request, rules = run.request, run.request.rules
         change = None
@@ -266,28 +266,28 @@ class Engine:
             change = partial(change_logits, rules=rules, so_far=TextSoFar(request.tokens, text, ends, allowed))
         return Draw(request.params, request.seed, len(run.tokens), rules.min_p, change)
 
-    def _take(self, run: _Running, token: Token | str) -> RequestOutput:
+    def _append_token(self, run: _Running, token: Token | str) -> RequestOutput:
         """Append a token; or end the request, after its last token or an error."""
         if isinstance(token, str):
-            return self._drop(run, token)
+            return self._fail(run, token)
         if self.handed and run.request.handoff:
             return self._pin(run, self.handed)
         name, first = run.request.name, not run.chosen
         if first and any(math.isnan(token.logprob) for token in run.prompt):
-            return self._drop(run, NAN)
+            return self._fail(run, NAN)
         if not run.request.params.num_tokens_to_generate:
-            self._end(self.running.pop(name))
+            self._retire(self.running.pop(name))
             return RequestOutput(name, (), "", "length", True, run.reused, prompt=tuple(run.prompt))
         run.tokens.append(token.id)
         run.chosen.append(token)
         try:
-            text, finish = self._write(run, token)
+            text, finish = self._new_text(run, token)
         except Exception as error:
             log_fault(name, error)
-            return self._drop(run, GRAMMAR if isinstance(error, GrammarFault) else MISTAKE)
+            return self._fail(run, GRAMMAR if isinstance(error, GrammarFault) else MISTAKE)
         if finish:
             del self.running[name]
-            self._end(run)
+            self._retire(run)
         if not first:
             return RequestOutput(name, (token,), text, finish)
         return RequestOutput(name, (token,), text, finish, True, run.reused, prompt=tuple(run.prompt))
@@ -298,7 +298,7 @@ class Engine:
         self.pinned[run.request.handoff] = self.running.pop(run.request.name)
         return RequestOutput(run.request.name)
 
-    def _write(self, run: _Running, token: Token) -> tuple[str, str]:
+    def _new_text(self, run: _Running, token: Token) -> tuple[str, str]:
         """The text that has become final with a token, and how the request ends, if it does."""
         if token.id in self.tokenizer.ends and run.ends_at_end_token:
             return run.stream.finish(), "stop"
@@ -311,7 +311,7 @@ class Engine:
             return text + run.stream.finish(), "length"
         return text, ""
 
-    def _drop(self, run: _Running, why: str) -> RequestOutput:
+    def _fail(self, run: _Running, why: str) -> RequestOutput:
         """End a request with an error. Its cached tokens are dropped, because they may be wrong too."""
         del self.running[run.request.name]
         if self.handed and run.request.handoff:
@@ -351,19 +351,9 @@ class Engine:
     def _start(self, waiting: _Waiting) -> bool:
         """Whether a request waits no longer: it runs, or has ended by an error."""
         request = waiting.request
-        while True:
-            source, reused = (not request.scored and self._prefixes.longest(waiting.prompt)) or (None, 0)
-            if source is not None and not self.cache.holds(source, reused):
-                source, reused = None, 0
-            copies = source is not None and self._kept.get(source) != reused
-            fits = self._make_room(self._rows_to_come(request, reused), source, copies)
-            if source is not None and not self.cache.holds(source, reused):
-                continue  # keys of the prefix were freed for this room
-            if fits:
-                break
-            if self.running or source is None or source not in self._kept:
-                return False
-            self._forget(source)  # its other pages take the space
+        if (prefix := self._prefix_with_room(waiting)) is None:
+            return False
+        source, reused = prefix
         try:
             stop = request.params.stop_words or ()
             stream = TextStream(self.tokenizer.decode, stop, request.tokens, request.rules.min_tokens)
@@ -375,7 +365,7 @@ class Engine:
             log_fault(request.name, error)
             self.refuse(request.name, MISTAKE)
             return True
-        sequence = self._sequence(source, reused)
+        sequence = self._fork_or_reuse(source, reused)
         self.running[request.name] = _Running(request, sequence, [*request.tokens], reused, stream, reused, matcher)
         if self.handed and request.handoff:
             self.handed.open(request.handoff, len(request.tokens))
@@ -383,25 +373,42 @@ class Engine:
             self._ended.append(RequestOutput(request.name, finish="length", reused=reused))
         return True
 
-    def _sequence(self, source: int | None, reused: int) -> int:
+    def _prefix_with_room(self, waiting: _Waiting) -> tuple[int | None, int] | None:
+        """The cached sequence, if any, that a request continues, and how many of its tokens; None: there is no room."""
+        request = waiting.request
+        while True:
+            source, reused = (not request.scored and self._prefixes.longest(waiting.prompt)) or (None, 0)
+            if source is not None and not self.cache.holds(source, reused):
+                source, reused = None, 0
+            copies = source is not None and self._reusable.get(source) != reused
+            fits = self._make_room_for_request(self._rows_to_come(request, reused), source, copies)
+            if source is not None and not self.cache.holds(source, reused):
+                continue  # keys of the prefix were freed for this room
+            if fits:
+                return source, reused
+            if self.running or source is None or source not in self._reusable:
+                return None
+            self._evict(source)  # its other pages take the space
+
+    def _fork_or_reuse(self, source: int | None, reused: int) -> int:
         """A sequence with the first tokens of a cached one, or that sequence itself if it has no others."""
         if source is None:
             return self.cache.open()
-        if self._kept.get(source) == reused:
-            del self._kept[source]
+        if self._reusable.get(source) == reused:
+            del self._reusable[source]
             return source
-        if source in self._kept:
-            self._kept.move_to_end(source)
+        if source in self._reusable:
+            self._reusable.move_to_end(source)
         return self.cache.fork(source, reused)
 
-    def _make_room(self, tokens: int, spare: int | None, copies: bool) -> bool:
+    def _make_room_for_request(self, tokens: int, spare: int | None, copies: bool) -> bool:
         """Evict sequences until so many tokens fit besides the reserved ones, and copies if `spare` is forked within a
         page. Returns whether they fit."""
         needed = tokens + self.waste * copies
         needed += sum(self._rows_to_come(run.request, run.cached) for run in self.running.values())
         if self.running:  # a single sequence uses all pages; several may each leave some unfilled
             needed += self.waste * (len(self.running) + 1)
-        return self._free_for(needed, copies, spare)
+        return self._evict_until_fits(needed, copies, spare)
 
     def _rows_to_come(self, request: Request, cached: int) -> int:
         """How many rows a request with so many cached ones may still take at a time."""
@@ -417,32 +424,32 @@ class Engine:
     def _trim(self) -> None:
         """Free keys outside every window. Prompts with a common prefix cannot share them any more."""
         if self.cache.window is not None:
-            for sequence in self._kept:
+            for sequence in self._reusable:
                 self.cache.trim(sequence)
             for run in self.running.values():
                 if not run.request.handoff:  # a decoder reads all keys
                     self.cache.trim(run.sequence)
 
-    def _find_room(self, tokens: int) -> None:
+    def _make_room_for_step(self, tokens: int) -> None:
         """Make room for a step's tokens. Without windows, `_admit` has done so."""
         if self.cache.window is not None:
-            self._free_for(tokens + self.waste * (len(self.running) + 1), False)
+            self._evict_until_fits(tokens + self.waste * (len(self.running) + 1), False)
 
-    def _free_for(self, needed: int, copies: bool, spare: int | None = None) -> bool:
+    def _evict_until_fits(self, needed: int, copies: bool, spare: int | None = None) -> bool:
         """Free keys outside every window, and then the oldest sequences but `spare`, until so many tokens fit."""
         if not self._fits(needed, copies):
             self._trim()
-        for oldest in [sequence for sequence in self._kept if sequence != spare]:
+        for oldest in [sequence for sequence in self._reusable if sequence != spare]:
             if self._fits(needed, copies):
                 break
-            self._forget(oldest)
+            self._evict(oldest)
         return self._fits(needed, copies)
 
     def _fits(self, tokens: int, copies: bool) -> bool:
         """Whether so many tokens fit; for copies, no rank may be full, however much space the others have."""
         return self.cache.room() >= tokens and (not copies or self.cache.can_copy())
 
-    def _end(self, run: _Running) -> None:
+    def _retire(self, run: _Running) -> None:
         """Keep the sequence of a request for requests with the same prefix."""
         if self.handed and run.request.handoff:
             self.handed.close(run.request.handoff, "its lease has ended")
@@ -450,11 +457,11 @@ class Engine:
             self._prefixes.remove(run.sequence)
             self.cache.free(run.sequence)
             return
-        self._kept[run.sequence] = run.cached
+        self._reusable[run.sequence] = run.cached
         self._prefixes.add(run.sequence, run.request.key, run.tokens, run.cached)
 
-    def _forget(self, sequence: int) -> None:
-        del self._kept[sequence]
+    def _evict(self, sequence: int) -> None:
+        del self._reusable[sequence]
         self._prefixes.remove(sequence)
         self.cache.free(sequence)
 

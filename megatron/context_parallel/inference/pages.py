@@ -1,7 +1,7 @@
 """The page tables of all ranks: which rank holds which token of which sequence.
 
 Each rank has the tables of all ranks, and all ranks make the same decisions. So nothing is sent to admit a sequence,
-to shard its tokens or to free it. A page holds rows of one sequence; forks share full pages.
+to shard its tokens or to free it. A page (a block in vLLM's words) holds rows of one sequence; forks share full pages.
 """
 
 from array import array
@@ -115,12 +115,12 @@ class RankRows:
         return found
 
 
-class _Store:
-    """The pages of one rank."""
+class _PagePool:
+    """The pages of one rank: which are free, how many sequences refer to each, and its filled rows."""
 
     def __init__(self, pages: int) -> None:
         self.free = list(range(pages))  # ascending
-        self.users = [0] * pages
+        self.references = [0] * pages
         self.filled = [0] * pages
         self.rows = 0
         self._takes = 0
@@ -141,7 +141,7 @@ class _Store:
             else:
                 place = begin if before is None else place % len(self.free)
         page = self.free.pop(place)
-        self.users[page] = 1
+        self.references[page] = 1
         self._takes += 1
         self._taken[page] = self._takes
         return page
@@ -165,8 +165,8 @@ class _Store:
         self.rows += rows
 
     def release(self, page: int) -> None:
-        self.users[page] -= 1
-        if not self.users[page]:
+        self.references[page] -= 1
+        if not self.references[page]:
             self.fill(page, -self.filled[page])
             insort(self.free, page)
 
@@ -192,66 +192,66 @@ class PageTables:
         self.window = window
         self.slots_per_rank = pages * page
         self.capacity = n * pages * page
-        self._stores = [_Store(pages) for _ in range(n)]
-        self._parts: dict[int, list[RankRows]] = {}
+        self._pools = [_PagePool(pages) for _ in range(n)]
+        self._rank_rows: dict[int, list[RankRows]] = {}
         self._next = 0
 
     # -- what there is -----------------------------------------------------------------------------------------
 
     def __contains__(self, sequence: int) -> bool:
-        return sequence in self._parts
+        return sequence in self._rank_rows
 
     def length(self, sequence: int) -> int:
         """The number of tokens of a sequence."""
-        return sum(len(part.positions) for part in self._parts[sequence])
+        return sum(len(part.positions) for part in self._rank_rows[sequence])
 
     def rows(self) -> list[int]:
         """The number of rows that each rank stores; shared rows of forks count once."""
-        return [store.rows for store in self._stores]
+        return [pool.rows for pool in self._pools]
 
     def count(self, sequence: int, rank: int, first: int = 0) -> int:
         """The number of rows of a sequence on a rank, with positions from `first` on."""
-        positions = self._parts[sequence][rank].positions
+        positions = self._rank_rows[sequence][rank].positions
         return len(positions) - bisect_left(positions, first)
 
     def positions(self, sequence: int, rank: int, first: int = 0) -> Ints:
         """The positions of a sequence's rows on a rank, from `first` on, ascending."""
-        positions = self._parts[sequence][rank].positions
+        positions = self._rank_rows[sequence][rank].positions
         return _array(positions[bisect_left(positions, first) :])
 
     def slots(self, sequence: int, rank: int, first: int = 0) -> Ints:
         """The slots of these rows: their indices among all rows of the rank's pages."""
-        part = self._parts[sequence][rank]
+        part = self._rank_rows[sequence][rank]
         slots = self.pages(sequence, rank)[:, None] * self.page + numpy.arange(self.page)
         return slots.reshape(-1)[bisect_left(part.positions, first) : len(part.positions)]
 
     def pages(self, sequence: int, rank: int) -> Ints:
         """The pages of a sequence's rows on a rank, in order."""
-        return numpy.array(self._parts[sequence][rank].pages, numpy.int64)
+        return numpy.array(self._rank_rows[sequence][rank].pages, numpy.int64)
 
     def last_slot(self, sequence: int, rank: int) -> int:
         """The slot of the last row."""
-        part = self._parts[sequence][rank]
+        part = self._rank_rows[sequence][rank]
         return part.pages[-1] * self.page + (len(part.positions) - 1) % self.page
 
     def keys(self, sequence: int, rank: int, first: int = 0) -> KeyRows:
         """The same rows in pieces, in any order."""
-        return self._parts[sequence][rank].keys(first, self.page)
+        return self._rank_rows[sequence][rank].keys(first, self.page)
 
     def room(self) -> int:
         """The number of tokens of a new sequence that fit now."""
-        return self.page * sum(len(store.free) for store in self._stores)
+        return self.page * sum(len(pool.free) for pool in self._pools)
 
     def holds(self, sequence: int, tokens: int) -> bool:
         """Whether the cache has all rows that a token after the first `tokens` of a sequence sees."""
         if self.window is None:
             return True
         first = max(0, tokens - self.window)
-        return all(bisect_left(part.positions, first) >= part.freed * self.page for part in self._parts[sequence])
+        return all(bisect_left(part.positions, first) >= part.freed * self.page for part in self._rank_rows[sequence])
 
     def can_copy(self) -> bool:
         """Whether each rank has a free page, as a fork needs that copies the last ones."""
-        return all(store.free for store in self._stores)
+        return all(pool.free for pool in self._pools)
 
     def _rooms(self, parts: list[RankRows], free: list[int]) -> list[int]:
         """The number of further rows of a sequence that fit on each rank."""
@@ -265,7 +265,7 @@ class PageTables:
     def open(self) -> int:
         """Creates an empty sequence and returns its number."""
         self._next += 1
-        self._parts[self._next] = [RankRows() for _ in range(self.n)]
+        self._rank_rows[self._next] = [RankRows() for _ in range(self.n)]
         return self._next
 
     def add(self, new: Mapping[int, int]) -> dict[int, list[int]]:
@@ -283,23 +283,23 @@ class PageTables:
         Raises:
             CacheFull: not all of them fit. Nothing has changed then.
         """
-        free = [len(store.free) for store in self._stores]
+        free = [len(pool.free) for pool in self._pools]
         stored = self.rows()
         dealt: dict[int, list[int]] = {}
         for sequence, tokens in new.items():
-            parts = self._parts[sequence]
+            parts = self._rank_rows[sequence]
             rooms = self._rooms(parts, free)
             if sum(rooms) < tokens:
-                raise self._refusal(sequence, tokens, sum(rooms))
-            dealt[sequence] = _shares([part.own for part in parts], stored, rooms, tokens)
+                raise self._cache_full(sequence, tokens, sum(rooms))
+            dealt[sequence] = _balanced_shares([part.own for part in parts], stored, rooms, tokens)
             for rank, (part, rows) in enumerate(zip(parts, dealt[sequence], strict=True)):
                 free[rank] -= -(-(len(part.positions) + rows) // self.page) - len(part.pages)
                 stored[rank] += rows
         for sequence, shares in dealt.items():
-            self._deal(sequence, shares)
+            self._place_rows(sequence, shares)
         return dealt
 
-    def _refusal(self, sequence: int, tokens: int, room: int) -> CacheFull:
+    def _cache_full(self, sequence: int, tokens: int, room: int) -> CacheFull:
         whole = self.n * self.page
         enough = -(-(self.capacity + tokens - room) // whole) * whole
         return CacheFull(
@@ -308,22 +308,22 @@ class PageTables:
             room,
         )
 
-    def _deal(self, sequence: int, shares: list[int]) -> None:
+    def _place_rows(self, sequence: int, shares: list[int]) -> None:
         place = self.length(sequence)
         halves = [(rank, (share + 1) // 2) for rank, share in enumerate(shares)]
         halves += [(rank, share // 2) for rank, share in reversed([*enumerate(shares)])]
         for rank, rows in halves:
-            part = self._parts[sequence][rank]
-            store = self._stores[rank]
+            part = self._rank_rows[sequence][rank]
+            pool = self._pools[rank]
             done = len(part.positions)
             total = done + rows
             part.positions.extend(range(place, place + rows))
             place += rows
             while done < total:
                 if done == len(part.pages) * self.page:
-                    part.append(store.take(part.pages[-1] if part.pages else None), self.page)
+                    part.append(pool.take(part.pages[-1] if part.pages else None), self.page)
                 rows_of_page = min(total, len(part.pages) * self.page) - done
-                store.fill(part.pages[-1], rows_of_page)
+                pool.fill(part.pages[-1], rows_of_page)
                 done += rows_of_page
 
     def fork(self, sequence: int, tokens: int) -> tuple[int, list[tuple[int, int] | None]]:
@@ -345,9 +345,9 @@ class PageTables:
                 f"fork of {tokens} tokens of sequence {sequence}: keys that the next token sees were freed; give "
                 f"{self.length(sequence)}"
             )
-        parts = self._parts[sequence]
+        parts = self._rank_rows[sequence]
         rows = [bisect_left(part.positions, tokens) for part in parts]
-        if any(count % self.page and not store.free for count, store in zip(rows, self._stores, strict=True)):
+        if any(count % self.page and not pool.free for count, pool in zip(rows, self._pools, strict=True)):
             raise CacheFull(
                 f"fork of {tokens} tokens of sequence {sequence}: no page is left to copy its last page; free "
                 "sequences, or fork fewer tokens",
@@ -355,24 +355,24 @@ class PageTables:
             )
         new = self.open()
         copies = list[tuple[int, int] | None]()
-        for part, store, count, own in zip(parts, self._stores, rows, self._parts[new], strict=True):
+        for part, pool, count, own in zip(parts, self._pools, rows, self._rank_rows[new], strict=True):
             full, rest = divmod(count, self.page)
             own.positions, own.inherited = part.positions[:count], count
             own.freed = min(part.freed, full)
             for place, page in enumerate(part.pages[:full]):
                 own.append(page, self.page)
-                store.users[page] += place >= own.freed
+                pool.references[page] += place >= own.freed
             if rest:
-                own.append(store.take(own.pages[-1] if own.pages else None), self.page)
-                store.fill(own.pages[-1], rest)
+                own.append(pool.take(own.pages[-1] if own.pages else None), self.page)
+                pool.fill(own.pages[-1], rest)
             copies.append((part.pages[full], own.pages[-1]) if rest else None)
         return new, copies
 
     def free(self, sequence: int) -> None:
         """Frees a sequence and its pages, except pages shared with forks."""
-        for part, store in zip(self._parts.pop(sequence), self._stores, strict=True):
+        for part, pool in zip(self._rank_rows.pop(sequence), self._pools, strict=True):
             for page in part.pages[part.freed :]:
-                store.release(page)
+                pool.release(page)
 
     def trim(self, sequence: int) -> None:
         """Frees the pages of a sequence of which its later tokens see no row, because of the window.
@@ -382,10 +382,10 @@ class PageTables:
         if self.window is None:
             return
         first = self.length(sequence) - self.window
-        for part, store in zip(self._parts[sequence], self._stores, strict=True):
+        for part, pool in zip(self._rank_rows[sequence], self._pools, strict=True):
             unseen = bisect_left(part.positions, first) // self.page
             for page in part.pages[part.freed : unseen]:
-                store.release(page)
+                pool.release(page)
             part.freed = max(part.freed, unseen)
 
 
@@ -394,7 +394,7 @@ def _array(numbers: array) -> Ints:
     return numpy.frombuffer(numbers, numpy.int64)
 
 
-def _shares(own: list[int], stored: list[int], rooms: list[int], tokens: int) -> list[int]:
+def _balanced_shares(own: list[int], stored: list[int], rooms: list[int], tokens: int) -> list[int]:
     """The number of the `tokens` rows for each rank: the ranks with the fewest rows of the sequence come first.
 
     Args:

@@ -125,11 +125,7 @@ class Session:
         self.tables = PageTables(cp.n, pages, page, self.window)
         self.cache = KVCache(pages, page, shapes, dtype, self.device, form)
         grid = f"attention2d:grid=1x{cp.n}"
-        specs: dict[str, str | Choice] = {
-            PASS_KV: "ring",
-            PASS_Q: grid,
-            PASS_Q_PAPER: RING_PASS_Q,
-        }
+        specs: dict[str, str | Choice] = {PASS_KV: "ring", PASS_Q: grid, PASS_Q_PAPER: RING_PASS_Q}
         self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
         self.variant = DECODE
         self.scored: dict[int, tuple[list[int], Tensor]] = {}
@@ -155,7 +151,7 @@ class Session:
             UsageError: no such sequence, more tokens than it has, keys that were freed by `trim`, or (`CacheFull`) no
                 page to copy the last one.
         """
-        self._known(sequence)
+        self._check_open(sequence)
         new, copies = self.tables.fork(sequence, tokens)
         if copy := copies[self.cp.rank]:
             self.cache.copy(*copy)
@@ -163,22 +159,22 @@ class Session:
 
     def free(self, sequence: int) -> None:
         """Frees a sequence. Raises UsageError if there is none with that number."""
-        self._known(sequence)
+        self._check_open(sequence)
         self.tables.free(sequence)
 
     def trim(self, sequence: int) -> None:
         """Frees the pages of a sequence whose keys no later token of it sees. Only if all layers have windows."""
-        self._known(sequence)
+        self._check_open(sequence)
         self.tables.trim(sequence)
 
     def holds(self, sequence: int, tokens: int) -> bool:
         """Whether a sequence can be forked after so many tokens: the keys that the next one sees are cached."""
-        self._known(sequence)
+        self._check_open(sequence)
         return self.tables.holds(sequence, tokens)
 
     def length(self, sequence: int) -> int:
         """The number of cached tokens of a sequence. Raises UsageError if there is none with that number."""
-        self._known(sequence)
+        self._check_open(sequence)
         return self.tables.length(sequence)
 
     def room(self) -> int:
@@ -189,7 +185,7 @@ class Session:
         """Whether each rank has a free page, as a fork needs that copies the last ones."""
         return self.tables.can_copy()
 
-    def _known(self, sequence: int) -> None:
+    def _check_open(self, sequence: int) -> None:
         if sequence not in self.tables:
             raise UsageError(f"sequence {sequence}: not open; give a number that open() or fork() returned")
 
@@ -337,7 +333,7 @@ class Session:
         if not new:
             raise UsageError("forward of no sequences: give one or more")
         for sequence, tokens in new.items():
-            self._known(sequence)
+            self._check_open(sequence)
             if not len(tokens):
                 raise UsageError(f"sequence {sequence}: no new tokens; give one or more")
             low, high = min(tokens), max(tokens)

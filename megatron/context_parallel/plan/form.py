@@ -20,7 +20,7 @@ def check_form(plan: Plan) -> None:
     for q, row in enumerate(plan.visible_pairs.rows):
         if not 0 <= row < 1 << plan.n:
             raise PlanError(f"{plan.name}: query chunk {q} sees chunks {row:#b}; need bits of {plan.n} chunks")
-    travels = frozenset((*plan.starts, *plan.ends))
+    travels = frozenset((*plan.inputs, *plan.results))
     for r, steps in enumerate(plan.steps):
         if not isinstance(steps, tuple):
             raise PlanError(f"rank {r}: steps {steps!r} are not a tuple")

@@ -256,13 +256,13 @@ class Steps(Sequence):
 class Plan:
     """One pass (forward or backward) of one distributed attention on `n` ranks.
 
-    Chunk i belongs to rank i. Its tensors start there (`starts`) and its results must end there (`ends`).
+    Chunk i belongs to rank i. Its tensors start there (`inputs`) and its results must end there (`results`).
 
-    With `head_parallel_size` > 1 there are so many groups of n ranks. Each group runs the steps for its part of the
-    heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a union
-    of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
+    With `head_parallel_size` > 1 the `all_ranks` are so many groups of n ranks. Each group runs the steps for its part
+    of the heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a
+    union of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
 
-    With `rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
+    With `head_rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
 
     With `token_rounds` > 1 a rank does the same for parts of the tokens instead, in the order of their positions, and
@@ -285,7 +285,7 @@ class Plan:
     channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
     head_parallel_size: int = 1
     placement: str = PLACEMENTS[0]
-    rounds: int = 1
+    head_rounds: int = 1
     partials_in_16_bits: bool = False
     period: int | None = None
     width: int = 1
@@ -297,7 +297,7 @@ class Plan:
         return len(self.steps)
 
     @property
-    def size(self) -> int:
+    def all_ranks(self) -> int:
         """The number of all ranks, including those of other heads."""
         return self.n * self.head_parallel_size
 
@@ -309,31 +309,31 @@ class Plan:
         return RankGrid(("context", "heads"), (self.n, self.head_parallel_size))
 
     def chunk_of(self, rank: int) -> int:
-        """The chunk (of `size`) that a rank owns. The placement moves data, so that a swap stays in its head group."""
+        """The chunk of a rank (of all ranks). The placement moves data, so that a swap stays in its head group."""
         place = self.grid.coordinates(rank)
         return parts(self.layout, place["context"], self.n, self.head_parallel_size)[place["heads"]]
 
     @property
     def head_parts(self) -> int:
-        """The parts of the heads. A rank computes `rounds` of them, one after the other."""
-        return self.head_parallel_size * self.rounds
+        """The parts of the heads. A rank computes `head_rounds` of them, one after the other."""
+        return self.head_parallel_size * self.head_rounds
 
     @property
-    def turns(self) -> int:
-        """How often a rank swaps and runs the steps."""
-        return self.rounds * self.token_rounds
+    def rounds(self) -> int:
+        """How often a rank swaps and runs the steps. Rounds are of heads or of tokens, not both."""
+        return self.head_rounds * self.token_rounds
 
-    def head_round(self, turn: int) -> int:
-        """The round of heads of a turn."""
-        return turn if self.token_rounds == 1 else 0
+    def head_round(self, round_index: int) -> int:
+        """The part of its heads that a rank computes in a round."""
+        return round_index if self.token_rounds == 1 else 0
 
-    def range_of(self, turn: int) -> int:
+    def range_of(self, round_index: int) -> int:
         """The part of the tokens, in the order of positions, of a round of tokens."""
-        return self.token_rounds - 1 - turn if self.backward else turn
+        return self.token_rounds - 1 - round_index if self.backward else round_index
 
-    def block_share(self, turn: int) -> float:
+    def block_share(self, round_index: int) -> float:
         """The share of a block's pairs of tokens that are computed in a round, with a causal mask."""
-        return (2 * self.range_of(turn) + 1) / self.token_rounds**2 if self.token_rounds > 1 else 1.0
+        return (2 * self.range_of(round_index) + 1) / self.token_rounds**2 if self.token_rounds > 1 else 1.0
 
     def kv_ratio(self, heads: int, kv_heads: int) -> float:
         """Key/value heads that are sent per query head. With fewer heads than parts, this includes replicas.
@@ -348,7 +348,7 @@ class Plan:
 
         With several rounds it gets its own ones and swaps them again.
         """
-        return self.head_parallel_size > 1 and self.rounds == 1
+        return self.head_parallel_size > 1 and self.head_rounds == 1
 
     @cached_property
     def rounds_overlap(self) -> bool:
@@ -357,20 +357,25 @@ class Plan:
         The swaps then do not share links with the first messages of a round, and blocks hide the last ones. This needs
         a round with more than one step of blocks. All ranks do as rank 0, because they swap in one order.
         """
-        return self.rounds > 1 and sum(bool(step.attend) for step in self.steps[0]) > 1
+        return self.head_rounds > 1 and sum(bool(step.attend) for step in self.steps[0]) > 1
 
     @property
-    def before(self) -> tuple[SwapHeads, ...]:
+    def swaps_before(self) -> tuple[SwapHeads, ...]:
         """The swap before the steps of a round."""
-        tensors = (T.DO,) if self.backward and self.keeps_swapped else self.starts
+        tensors = (T.DO,) if self.backward and self.keeps_swapped else self.inputs
         return (SwapHeads(tensors, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
 
     @property
-    def after(self) -> tuple[SwapHeads, ...]:
+    def swaps_after(self) -> tuple[SwapHeads, ...]:
         """The swap after the steps of a round."""
-        return (SwapHeads(self.ends, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
+        return (SwapHeads(self.results, self.head_parallel_size),) if self.head_parallel_size > 1 else ()
 
-    def swapped(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
+    @property
+    def swaps(self) -> tuple[SwapHeads, ...]:
+        """Both swaps of a round."""
+        return self.swaps_before + self.swaps_after
+
+    def swap_transfers(self, op: SwapHeads, rank: int) -> tuple[Transfer, ...]:
         """The transfers of `rank` (of all ranks) in a head swap, as shares of chunks of the steps."""
         chunk = self.grid.coordinates(rank)["context"]
         peers = [peer for peer in self.grid.along(rank, "heads") if peer != rank]
@@ -380,9 +385,9 @@ class Plan:
     def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
         """The communicators of `rank` (of all ranks), each as (channel, ranks), sorted."""
         place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
-        everyone = tuple(range(self.size))
+        everyone = tuple(range(self.all_ranks))
         needed = {(channel, everyone) for channel in self.channels}
-        needed.update((op.channel, everyone) for op in self.before)
+        needed.update((op.channel, everyone) for op in self.swaps_before)
         for step in self.steps[place]:
             for op in step.comm:
                 if isinstance(op, Collective):
@@ -397,11 +402,11 @@ class Plan:
         place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         found = set[tuple[str, int, int]]()
         for op in (op for step in self.steps[place] for op in step.comm):
-            if isinstance(op, Message) or (isinstance(op, ReduceScatter) and not self.can_sum(op)):
+            if isinstance(op, Message) or (isinstance(op, ReduceScatter) and not self.can_reduce(op)):
                 found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(place))
         return found
 
-    def can_sum(self, op: ReduceScatter) -> bool:
+    def can_reduce(self, op: ReduceScatter) -> bool:
         """Whether a library may sum the partials.
 
         Outputs are not merely summed. Sums in 16 bits would be rounded on each rank; a message is rounded once.
@@ -409,12 +414,12 @@ class Plan:
         return op.tensor is not T.O and not self.partials_in_16_bits
 
     @property
-    def starts(self) -> tuple[T, T]:
+    def inputs(self) -> tuple[T, T]:
         """The tensors of its own chunk that a rank has before the steps."""
         return (T.QDO, T.KV) if self.backward else (T.Q, T.KV)
 
     @property
-    def ends(self) -> tuple[T, ...]:
+    def results(self) -> tuple[T, ...]:
         """The results of its own chunk that a rank has after the steps."""
         return (T.DQ, T.DKV) if self.backward else (T.O,)
 

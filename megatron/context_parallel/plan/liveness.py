@@ -23,8 +23,8 @@ def peak(plan: Plan, r: int, kv_ratio: float = 1.0) -> float:
 
     With several rounds, also the tensors of the rank's own tokens for all heads, and those of two swaps in flight.
     """
-    own = sum(units(t, kv_ratio) for t in (*plan.starts, *plan.ends))
-    return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio) / plan.rounds, own)
+    own = sum(units(t, kv_ratio) for t in (*plan.inputs, *plan.results))
+    return _peak(plan, r, lambda tensor, swap: units(tensor, kv_ratio) / plan.head_rounds, own)
 
 
 def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> int:
@@ -32,8 +32,8 @@ def peak_bytes(plan: Plan, r: int, shape: Shape, work: Sequence[float] = ()) -> 
 
     `work`: bytes that a kernel needs in each step besides.
     """
-    whole = replace(plan, rounds=1)
-    own = sum(chunk_bytes(whole, t, shape, True) for t in (*plan.starts, *plan.ends))
+    whole = replace(plan, head_rounds=1)
+    own = sum(chunk_bytes(whole, t, shape, True) for t in (*plan.inputs, *plan.results))
     return round(_peak(plan, r, lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap, sent=False), own, work))
 
 
@@ -45,19 +45,19 @@ def _peak(plan: Plan, r: int, size: Callable[[T, bool], float], own: float, work
         change[final + 1] -= sizes[tensor]
     if plan.rounds_overlap:  # the results of the round before, until the first block is computed
         first = next((s for s, step in enumerate(plan.steps[r]) if step.attend), 0)
-        results = sum(sizes[t] for t in plan.ends)
+        results = sum(sizes[t] for t in plan.results)
         change[0] += results
         change[first + 1] -= results
     peaks = [*accumulate(change)]
     for s, needed in enumerate(work):
         peaks[s] += needed
-    for swap, there in ((plan.before, plan.starts), (plan.after, (*plan.starts, *plan.ends))):
+    for swap, there in ((plan.swaps_before, plan.inputs), (plan.swaps_after, (*plan.inputs, *plan.results))):
         for op in swap:
             copies = sum(size(t, True) for t in op.tensors)
             peaks.append(sum(sizes[t] for t in there) + copies)
-    if plan.rounds == 1:
+    if plan.head_rounds == 1:
         return max(peaks)
-    swapped = sum(size(t, True) for op in (*plan.before, *plan.after) for t in op.tensors)
+    swapped = sum(size(t, True) for op in plan.swaps for t in op.tensors)
     return own + max(peaks) + swapped
 
 
@@ -65,7 +65,7 @@ def _alive(plan: Plan, r: int) -> list[tuple[T, int, int]]:
     """Each value that rank r holds: its tensor, and the first and the last step in which it is alive."""
     last = last_reads(plan, r)
     end = max(0, len(plan.steps[r]) - 1)
-    alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.starts]
+    alive: list[tuple[T, int, int]] = [(t, 0, end) for t in plan.inputs]
     partial: dict[Key, int] = {}
     for s, step in enumerate(plan.steps[r]):
         for op in step.comm:
@@ -81,6 +81,6 @@ def _alive(plan: Plan, r: int) -> list[tuple[T, int, int]]:
                 alive += [(op.tensor, s, max(s, last.get(key, s))) for key in op.brings(r)]
         for attend in step.attend:
             for q, kv in attend.pairs(plan.visible_pairs):
-                for tensor, chunk in zip(plan.ends, (q, kv), strict=False):
+                for tensor, chunk in zip(plan.results, (q, kv), strict=False):
                     partial.setdefault((tensor, chunk), s)
     return alive + [(tensor, s, end) for (tensor, _), s in partial.items()]

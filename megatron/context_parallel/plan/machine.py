@@ -39,11 +39,11 @@ from .ir import (
 )
 
 
-class Operation:
-    """One operation with all participating ranks, and the contribution of each.
+class MatchedOp:
+    """A message or a collective with all of its ranks, matched from the operations of each, and what each contributes.
 
     Attributes:
-        label: kind, tensor and chunks. The ends of an operation must have the same.
+        label: kind, tensor and chunks, which must be the same on all of them.
         parties: the batches and operations of the ranks that have launched it; `parties_needed`: how many it needs.
     """
 
@@ -59,18 +59,18 @@ class Operation:
 class CommBatch:
     """The operations that a rank launches together on a channel."""
 
-    __slots__ = ("begin", "channel", "comm", "done", "following", "open", "operations", "previous", "rank", "step")
+    __slots__ = ("begin", "channel", "comm", "done", "following", "matched", "pending", "previous", "rank", "step")
 
     def __init__(self, rank: int, step: int, channel: str, comm: list[Comm], previous: "CommBatch | None") -> None:
         self.rank, self.step, self.channel, self.comm, self.previous = rank, step, channel, comm, previous
-        self.operations: Sequence[Operation] = ()  # until it starts
+        self.matched: Sequence[MatchedOp] = ()  # until it starts
         self.following: CommBatch | None = None
-        self.open = len(comm)  # the number of operations that are not complete
+        self.pending = len(comm)  # the number of operations that are not complete
         self.begin = 0.0  # when the last of them started
         self.done = False
 
 
-class OperationQueue(NamedTuple):
+class CollectiveQueue(NamedTuple):
     """The collectives of a group on a channel.
 
     Attributes:
@@ -78,7 +78,7 @@ class OperationQueue(NamedTuple):
         launched: the number that each party has launched.
     """
 
-    unmatched: dict[int, Operation]
+    unmatched: dict[int, MatchedOp]
     launched: dict[int, int]
 
 
@@ -115,7 +115,7 @@ class Block(NamedTuple):
 
     step: int
     attend: Attend
-    turn: int
+    round_index: int
 
 
 class Swap(NamedTuple):
@@ -140,7 +140,7 @@ class SwapWait(NamedTuple):
 
 Overhead = Launch | Merge  # a rank continues when it has done it
 Event = Wait | Block | Overhead | SwapStart | SwapWait
-Arriving = dict[Key, list[tuple[Operation, CommBatch, Comm]]]  # by what it brings
+Arriving = dict[Key, list[tuple[MatchedOp, CommBatch, Comm]]]  # by what it brings
 
 
 class Machine:
@@ -161,17 +161,17 @@ class Machine:
         self.plan = plan
         self.n = plan.n
         self.shift = Shift(plan.n, period, plan.width) if period else Shift(plan.n, plan.n)
-        self.moves = self.shift.period < plan.n
-        self.ends = plan.ends
+        self.symmetric = self.shift.period < plan.n
+        self.results = plan.results
         self.buffered = buffered
         self.held: list[dict[Key, int]] = [{} for _ in range(self.shift.period)]  # in the round at work
         self.arriving: list[Arriving] = [{} for _ in self.held]
-        self.begun: list[dict[tuple, float]] = [{} for _ in self.held]  # blocks of which some heads are computed
+        self.partly_computed: list[dict[tuple, float]] = [{} for _ in self.held]  # blocks, and the share of their heads
         self.groups: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
         self.launched: dict[tuple[int, str], deque[CommBatch]] = defaultdict(partial(deque, maxlen=IN_FLIGHT))
-        self.messages: dict[tuple, list[Operation]] = defaultdict(list)  # without counterpart, by their ends
-        self.collectives: dict[tuple, OperationQueue] = defaultdict(lambda: OperationQueue({}, {}))
-        self.started: list[Operation] = []
+        self.messages: dict[tuple, list[MatchedOp]] = defaultdict(list)  # without counterpart, by their ends
+        self.collectives: dict[tuple, CollectiveQueue] = defaultdict(lambda: CollectiveQueue({}, {}))
+        self.started: list[MatchedOp] = []
         self.completed: list[CommBatch] = []
 
     # -- one rank's program ------------------------------------------------------------------------------------
@@ -180,34 +180,34 @@ class Machine:
         """The waits of rank `r`, in order. The steps of round k are counted from k times their number."""
         plan = self.plan
         count = len(plan.steps[r])
-        last = plan.turns - 1
-        yield from _start_swap(plan.before, 0, 0)
+        last = plan.rounds - 1
+        yield from _start_swap(plan.swaps_before, 0, 0)
         leaving: Iterable[Event] = ()
-        for k in range(plan.turns):
-            yield from [SwapWait(Swap(op, k)) for op in plan.before]
-            entering = _start_swap(plan.before if k < last else (), k + 1, (k + 1) * count)
+        for k in range(plan.rounds):
+            yield from [SwapWait(Swap(op, k)) for op in plan.swaps_before]
+            entering = _start_swap(plan.swaps_before if k < last else (), k + 1, (k + 1) * count)
             if not plan.rounds_overlap:
                 yield from entering
             yield from self._steps(r, k, k * count, chain(entering, leaving))
-            leaving = self._leave(r, k, (k + 1) * count, self.held[r], self.arriving[r])
+            leaving = self._end_round(r, k, (k + 1) * count, self.held[r], self.arriving[r])
             if not plan.rounds_overlap:
                 yield from leaving
         yield from leaving
-        yield from [SwapWait(Swap(op, last)) for op in plan.after]
+        yield from [SwapWait(Swap(op, last)) for op in plan.swaps_after]
 
-    def _leave(self, r: int, k: int, end: int, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:
+    def _end_round(self, r: int, k: int, end: int, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:
         """The end of round k: what its last steps bring, and the swap back."""
         for key in list(arriving):
             yield from self._receive(r, end, key, held, arriving)
         if k > 0:
-            yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.after]
-        yield from _start_swap(self.plan.after, k, end)
+            yield from [SwapWait(Swap(op, k - 1)) for op in self.plan.swaps_after]
+        yield from _start_swap(self.plan.swaps_after, k, end)
 
-    def _steps(self, r: int, turn: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
+    def _steps(self, r: int, round_index: int, first: int, meanwhile: Iterable[Event]) -> Iterator[Event]:
         """The steps of a round of rank `r`, counted from `first`, with other events after the first block."""
-        held = self.held[r] = {(t, r): 1 << r for t in self.plan.starts}
+        held = self.held[r] = {(t, r): 1 << r for t in self.plan.inputs}
         arriving = self.arriving[r] = {}
-        backward, begun = self.plan.backward, self.begun[r]
+        backward, partly_computed = self.plan.backward, self.partly_computed[r]
         for s, step in enumerate(self.plan.steps[r], first):
             yield Launch(step.comm, s == 0)
             for op in step.comm:
@@ -219,7 +219,7 @@ class Machine:
                             kind = type(op).__name__
                             raise PlanError(f"rank {r}, step {s}: {kind} of {say(key)}, which the rank does not have")
                         held[key] = 0  # no contribution: zeros are sent
-                    if begun and key[0] in PARTIAL:
+                    if partly_computed and key[0] in PARTIAL:
                         self._check_whole(r, s, key)
             for channel, ops in batches(step.comm):
                 running = self.launched[r, channel]
@@ -233,10 +233,10 @@ class Machine:
                     elif key not in held:
                         raise PlanError(f"rank {r}, step {s}: block needs {say(key)}, which the rank does not have")
                 self._compute(r, s, attend)
-                yield Block(s, attend, turn)
+                yield Block(s, attend, round_index)
             if step.attend:
                 yield from meanwhile
-        for (q_chunks, kv_chunks), done in begun.items():
+        for (q_chunks, kv_chunks), done in partly_computed.items():
             end = first + len(self.plan.steps[r])
             which = f"block of query chunks {q_chunks} and key chunks {kv_chunks}"
             raise PlanError(f"rank {r}, step {end}: {which} ends with {done} of the heads; compute the rest")
@@ -244,10 +244,10 @@ class Machine:
 
     def _receive(self, r: int, s: int, key: Key, held: dict[Key, int], arriving: Arriving) -> Iterator[Event]:
         """Waits for a chunk, and merges the partials that have arrived."""
-        for operation, batch, op in arriving.pop(key):
+        for matched, batch, op in arriving.pop(key):
             if not batch.done:
                 yield Wait(s, key, batch)
-            value = self._contributions(r, s, operation, op, key)
+            value = self._contributions(r, s, matched, op, key)
             if key in held and key[0] not in PARTIAL:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} received, but the rank already has it")
             before = held.get(key, 0)
@@ -263,21 +263,21 @@ class Machine:
     def _compute(self, r: int, s: int, attend: Attend) -> None:
         """Adds the pairs of a block to the partials of its chunks, with the last part of its heads."""
         block = attend.q_chunks, attend.kv_chunks
-        if (done := self.begun[r].pop(block, 0.0)) != attend.heads[0]:
+        if (done := self.partly_computed[r].pop(block, 0.0)) != attend.heads[0]:
             which = f"block of query chunks {block[0]} and key chunks {block[1]}"
             raise PlanError(f"rank {r}, step {s}: {which} from {attend.heads[0]} of the heads, after {done} of them")
         if attend.heads[1] < 1:
-            self.begun[r][block] = attend.heads[1]
+            self.partly_computed[r][block] = attend.heads[1]
             return
         visible_pairs = self.plan.visible_pairs
-        self._add(r, s, self.ends[0], attend.q_chunks, visible_pairs.rows, attend.kv_chunks)
+        self._add(r, s, self.results[0], attend.q_chunks, visible_pairs.rows, attend.kv_chunks)
         if self.plan.backward:
-            self._add(r, s, self.ends[1], attend.kv_chunks, visible_pairs.columns, attend.q_chunks)
+            self._add(r, s, self.results[1], attend.kv_chunks, visible_pairs.columns, attend.q_chunks)
 
     def _check_whole(self, r: int, s: int, key: Key) -> None:
         """Raises PlanError if a partial that leaves has some heads only of a block."""
         tensor, chunk = key
-        for q_chunks, kv_chunks in self.begun[r]:
+        for q_chunks, kv_chunks in self.partly_computed[r]:
             if chunk in (kv_chunks if tensor in OF_KEYS else q_chunks):
                 raise PlanError(f"rank {r}, step {s}: {say(key)} is sent with a part of the heads of a block")
 
@@ -299,64 +299,64 @@ class Machine:
 
     def _launch(self, batch: CommBatch, running: deque[CommBatch]) -> None:
         """Launches a batch after those of its channel that are `running`."""
-        r, previous, operations = batch.rank, batch.previous, list[Operation]()
+        r, previous, of_batch = batch.rank, batch.previous, list[MatchedOp]()
         if previous:
             previous.following = batch
         running.append(batch)
         held, arriving = self.held[r], self.arriving[r]
         for op in batch.comm:
-            operation = self._meet(batch, op) if isinstance(op, Message) else self._gather(batch, op)
-            operation.parties.append((batch, op))
-            operations.append(operation)
+            matched = self._match_message(batch, op) if isinstance(op, Message) else self._match_collective(batch, op)
+            matched.parties.append((batch, op))
+            of_batch.append(matched)
             for key in op.reads(r):
-                operation.contributions[r, key] = held.pop(key) if key[0] in PARTIAL else held[key]
+                matched.contributions[r, key] = held.pop(key) if key[0] in PARTIAL else held[key]
             for key in op.brings(r):
-                arriving.setdefault(key, []).append((operation, batch, op))
-        batch.operations = operations
+                arriving.setdefault(key, []).append((matched, batch, op))
+        batch.matched = of_batch
         if self.buffered or previous is None or previous.done:
             self._start(batch)
 
-    def _meet(self, batch: CommBatch, op: Message) -> Operation:
-        """This message: the first without this end on the channel between its ranks, or a new one."""
+    def _match_message(self, batch: CommBatch, op: Message) -> MatchedOp:
+        """The message of `op`: the first without this end on the channel between its ranks, or a new one."""
         sends = isinstance(op, Send)
         sender, receiver = (batch.rank, op.peer) if sends else (op.peer, batch.rank)
         chunk = op.chunk
-        if self.moves and (by := self.shift.way_back(sender)):
+        if self.symmetric and (by := self.shift.way_back(sender)):
             sender, receiver, chunk = [self.shift.moved(number, by) for number in (sender, receiver, chunk)]
         waiting = self.messages[sender, receiver, op.channel]
         label = "p2p", op.tensor, (chunk,)
         if not waiting or isinstance(waiting[0].parties[0][1], Send) == sends:
-            operation = Operation(label, 2)
-            waiting.append(operation)
-            return operation
-        operation = waiting.pop(0)
-        if operation.label != label:
-            self._mismatch(batch, op, label, operation)
-        return operation
+            matched = MatchedOp(label, 2)
+            waiting.append(matched)
+            return matched
+        matched = waiting.pop(0)
+        if matched.label != label:
+            self._mismatch(batch, op, label, matched)
+        return matched
 
-    def _gather(self, batch: CommBatch, op: Collective) -> Operation:
-        """This collective: the next of its group on the channel."""
+    def _match_collective(self, batch: CommBatch, op: Collective) -> MatchedOp:
+        """The collective of `op`: the next of its group on the channel."""
         r, shift = batch.rank, self.shift
         group, by = self._representative(op.group)
         queue = self.collectives[group, op.channel]
         label = type(op).__name__, op.tensor, tuple(shift.moved(chunk, by) for chunk in op.chunks)
         number = queue.launched.get(r, 0)
         queue.launched[r] = number + 1
-        operation = queue.unmatched.get(number)
-        if operation is None:
+        matched = queue.unmatched.get(number)
+        if matched is None:
             parties = {shift.representative(member) for member in group}
-            operation = queue.unmatched[number] = Operation(label, len(parties))
-        elif operation.label != label:
-            self._mismatch(batch, op, label, operation)
-        if len(operation.parties) + 1 == operation.parties_needed:
+            matched = queue.unmatched[number] = MatchedOp(label, len(parties))
+        elif matched.label != label:
+            self._mismatch(batch, op, label, matched)
+        if len(matched.parties) + 1 == matched.parties_needed:
             del queue.unmatched[number]
-        return operation
+        return matched
 
-    def _mismatch(self, batch: CommBatch, op: Comm, label: tuple, operation: Operation) -> NoReturn:
-        other, _ = operation.parties[0]
+    def _mismatch(self, batch: CommBatch, op: Comm, label: tuple, matched: MatchedOp) -> NoReturn:
+        other, _ = matched.parties[0]
         raise PlanError(
             f"rank {batch.rank}, step {batch.step}: {say_operation(label)} on channel {op.channel} meets "
-            f"{say_operation(operation.label)} of rank {other.rank}, step {other.step}"
+            f"{say_operation(matched.label)} of rank {other.rank}, step {other.step}"
         )
 
     def _representative(self, group: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
@@ -369,7 +369,7 @@ class Machine:
             self.groups[group] = min(moved)
         return self.groups[group]
 
-    def _contributions(self, r: int, s: int, operation: Operation, op: Comm, key: Key) -> int:
+    def _contributions(self, r: int, s: int, matched: MatchedOp, op: Comm, key: Key) -> int:
         """The contributions to a chunk that rank `r` receives."""
         total = 0
         shift = self.shift
@@ -380,39 +380,39 @@ class Machine:
         else:
             givers = op.group if isinstance(op, ReduceScatter) else (op.group[op.chunks.index(chunk)],)
         for giver in givers:
-            if self.moves and (by := shift.way_back(giver)):
-                given = operation.contributions[shift.moved(giver, by), (tensor, shift.moved(chunk, by))]
+            if self.symmetric and (by := shift.way_back(giver)):
+                given = matched.contributions[shift.moved(giver, by), (tensor, shift.moved(chunk, by))]
                 value = shift.moved_bits(given, -by)
             else:
-                value = operation.contributions[giver, key]
+                value = matched.contributions[giver, key]
             if total & value:
                 raise PlanError(f"rank {r}, step {s}: {say(key)} reduced with blocks counted twice")
             total |= value
         return total
 
     def _start(self, batch: CommBatch) -> None:
-        operations, batch.operations, batch.previous = batch.operations, (), None
-        for operation in operations:
-            operation.started += 1
-            if operation.started == operation.parties_needed:
-                self.started.append(operation)
+        of_batch, batch.matched, batch.previous = batch.matched, (), None
+        for matched in of_batch:
+            matched.started += 1
+            if matched.started == matched.parties_needed:
+                self.started.append(matched)
 
-    def begin(self, operation: Operation) -> None:
-        """Completes everything that is complete as soon as an operation of `started` starts."""
+    def complete_buffered_sends(self, matched: MatchedOp) -> None:
+        """Completes the sends of an operation of `started`: a buffered message is complete when it starts."""
         if self.buffered:
-            for batch, op in operation.parties:
+            for batch, op in matched.parties:
                 if isinstance(op, Send):
-                    self._count(batch)
+                    self._count_complete(batch)
 
-    def complete(self, operation: Operation) -> None:
+    def complete(self, matched: MatchedOp) -> None:
         """Completes the batches whose last operation this was, and starts the next batches."""
-        for batch, op in operation.parties:
+        for batch, op in matched.parties:
             if not (self.buffered and isinstance(op, Send)):
-                self._count(batch)
+                self._count_complete(batch)
 
-    def _count(self, batch: CommBatch) -> None:
-        batch.open -= 1
-        if batch.open == 0:
+    def _count_complete(self, batch: CommBatch) -> None:
+        batch.pending -= 1
+        if batch.pending == 0:
             batch.done = True
             self.completed.append(batch)
             if batch.following:
@@ -421,11 +421,9 @@ class Machine:
     def check_matched(self) -> None:
         """Raises PlanError if an operation has no counterpart."""
         left = [*self.messages.values(), *(queue.unmatched.values() for queue in self.collectives.values())]
-        for operation in chain.from_iterable(left):
-            batch, _ = operation.parties[0]
-            raise PlanError(
-                f"rank {batch.rank}, step {batch.step}: {say_operation(operation.label)} has no counterpart"
-            )
+        for matched in chain.from_iterable(left):
+            batch, _ = matched.parties[0]
+            raise PlanError(f"rank {batch.rank}, step {batch.step}: {say_operation(matched.label)} has no counterpart")
 
 
 def _start_swap(swaps: tuple[SwapHeads, ...], number: int, step: int) -> Iterator[Event]:

@@ -40,7 +40,7 @@ class MetRows:
 
     def count(self, tensor: T, chunk: int) -> int:
         """The number of all rows of a chunk."""
-        return (self.kv if tensor in OF_KEYS else self.q).counts[chunk]
+        return (self.kv if tensor in OF_KEYS else self.q).rows[chunk]
 
     def of(self, of_keys: bool, chunk: int, other: int) -> RowSet:
         """The rows of a chunk of keys that a query of another chunk sees, or of queries that see a key of it."""
@@ -59,7 +59,7 @@ class MetRows:
 
 
 def _all_rows(chunks: Slices) -> list[RowSet]:
-    return [np.array([(0, count)], np.int64) for count in chunks.counts]
+    return [np.array([(0, count)], np.int64) for count in chunks.rows]
 
 
 @dataclass
@@ -126,7 +126,7 @@ class RowSets:
         if rank == chunk:
             return self.met.all(tensor, chunk)
         of_keys = tensor in OF_KEYS
-        read = T.KV if of_keys else self.plan.starts[0]
+        read = T.KV if of_keys else self.plan.inputs[0]
         others = self._of_rank(rank).others.get((read, chunk))
         if not others:
             return _NO_ROWS
@@ -152,7 +152,7 @@ class RowSets:
 
     def chunks(self, rank: int) -> tuple[Slices, Slices]:
         """The query and key chunks, with only the rows that the blocks of `rank` compute with."""
-        query = self.plan.starts[0]
+        query = self.plan.inputs[0]
         computed = [*self._of_rank(rank).others, (query, rank), (T.KV, rank)]
         queries = {chunk: self.in_blocks(rank, query, chunk) for tensor, chunk in computed if tensor is query}
         keys = {chunk: self.in_blocks(rank, T.KV, chunk) for tensor, chunk in computed if tensor is T.KV}
@@ -167,7 +167,7 @@ class RowSets:
     def _of_rank(self, rank: int) -> _Uses:
         if rank not in self._uses:
             self._uses[rank] = uses = _Uses()
-            query = self.plan.starts[0]
+            query = self.plan.inputs[0]
             for step in self.plan.steps[rank]:
                 for op in step.comm:
                     if isinstance(op, Message):

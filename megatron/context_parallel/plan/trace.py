@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from .flows import Flows, Task
 from .form import check_form
 from .ir import Attend, Comm, Key, Message, Plan, PlanError, SwapHeads, Transfer
-from .machine import Block, Launch, Machine, Merge, Operation, Overhead, Swap, SwapStart, SwapWait, Wait
+from .machine import Block, Launch, Machine, MatchedOp, Merge, Overhead, Swap, SwapStart, SwapWait, Wait
 
 INSTANT = Launch, Merge, SwapStart  # after it a rank goes on, if it takes no time
 Rank = tuple[int, int]  # group, and rank in the steps
@@ -53,7 +53,7 @@ class Costs(Protocol):
 
     flows: Flows
 
-    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
+    def block(self, group: int, rank: int, attend: Attend, round_index: int) -> Task:
         """The task of a block in a round."""
         ...
 
@@ -75,8 +75,8 @@ class _Alone:
         self.transfer_time = transfer_time
         self.flows = Flows()
 
-    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
-        return Task(attend.share * self.plan.block_share(turn) * self.block_time(attend, self.plan))
+    def block(self, group: int, rank: int, attend: Attend, round_index: int) -> Task:
+        return Task(attend.share * self.plan.block_share(round_index) * self.block_time(attend, self.plan))
 
     def overhead(self, group: int, rank: int, work: Overhead) -> None:
         return None
@@ -173,7 +173,7 @@ class Clock:
             for what in done:
                 what()
             for group in range(len(self.machines)):
-                self._run_operations(group)
+                self._run_matched(group)
 
     def _resume(self, rank: Rank) -> None:
         group, place = rank
@@ -187,9 +187,9 @@ class Clock:
                 break
             event = next(program, None)
         if self.machines[group].started:
-            self._run_operations(group)
+            self._run_matched(group)
         if isinstance(event, Block):
-            task = self.costs.block(group, place, event.attend, event.turn)
+            task = self.costs.block(group, place, event.attend, event.round_index)
             self.flows.add(partial(self._computed, rank, event, self.flows.now), task)
         elif isinstance(event, Wait):
             if event.batch.done:
@@ -210,26 +210,26 @@ class Clock:
             self.spans.append(Span(rank[1], event.step, "", (event.attend,), start, self.flows.now))
         self.ready.append(rank)
 
-    # -- operations --------------------------------------------------------------------------------------------
+    # -- matched operations ------------------------------------------------------------------------------------
 
-    def _run_operations(self, group: int) -> None:
+    def _run_matched(self, group: int) -> None:
         """Starts the messages of operations that all parties have started, and completes those without duration."""
         machine = self.machines[group]
         while machine.started:
-            operation = machine.started.pop()
-            batch, op = operation.parties[-1]
+            matched = machine.started.pop()
+            batch, op = matched.parties[-1]
             transfers: Sequence[Transfer]
             if isinstance(op, Message):
                 transfers = op.transfers(batch.rank)
             else:
-                own = ((batch.rank, op.transfers(batch.rank)) for batch, op in operation.parties)
+                own = ((batch.rank, op.transfers(batch.rank)) for batch, op in matched.parties)
                 transfers = [t for rank, moved in own for t in moved if t.receiver == rank]
-            for batch, _ in operation.parties:
+            for batch, _ in matched.parties:
                 batch.begin = self.flows.now
-            machine.begin(operation)
+            machine.complete_buffered_sends(matched)
             if machine.completed:
                 self._note_completed(group)
-            self._send(self.costs.messages(group, op, transfers), partial(self._complete, group, operation))
+            self._send(self.costs.messages(group, op, transfers), partial(self._complete, group, matched))
 
     def _send(self, messages: Iterable[tuple[Task, float]], then: Callable[[], None]) -> None:
         """Starts messages, and calls `then` when all have arrived."""
@@ -251,8 +251,8 @@ class Clock:
         for task, delay in tasks:
             self.flows.add(arrived, task, delay)
 
-    def _complete(self, group: int, operation: Operation) -> None:
-        self.machines[group].complete(operation)
+    def _complete(self, group: int, matched: MatchedOp) -> None:
+        self.machines[group].complete(matched)
         self._note_completed(group)
 
     def _note_completed(self, group: int) -> None:
@@ -277,7 +277,7 @@ class Clock:
             return
         groups = range(len(self.machines))
         ranks = [self.plan.grid.rank(heads=g, context=place) for g in groups]
-        transfers = [t for r in ranks for t in self.plan.swapped(op, r) if t.receiver == r]
+        transfers = [t for r in ranks for t in self.plan.swap_transfers(op, r) if t.receiver == r]
         start = self.flows.now
 
         def swapped() -> None:

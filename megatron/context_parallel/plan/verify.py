@@ -54,7 +54,7 @@ def verify(plan: Plan, kv_ratio: float = 1.0) -> PlanReport:
             if tensor in PARTIAL and chunk != r:
                 what = f"partial {tensor} chunk {chunk} is never sent to its owner, rank {chunk}"
                 raise PlanError(f"rank {r}, step {len(plan.steps[r])}: {what}")
-        for tensor in plan.ends:
+        for tensor in plan.results:
             _check_complete(plan, r, tensor, held.get((tensor, r), 0))
         if plan.visible_pairs.full:
             _check_used(plan, r, last_reads(plan, r))

@@ -68,14 +68,14 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSe
         elif rows is not None and not swap:
             share *= rows.share(t)
         total += chunk_bytes(plan, t.tensor, sizes, swap) * share
-    return round(plan.turns * total)
+    return round(plan.rounds * total)
 
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
     """The transfers that a rank receives in a round, and whether each is in a head swap."""
     place = plan.grid.coordinates(rank)["context"]
-    for swap in (*plan.before, *plan.after):
-        yield from ((t, True) for t in plan.swapped(swap, rank) if t.receiver == rank)
+    for swap in plan.swaps:
+        yield from ((t, True) for t in plan.swap_transfers(swap, rank) if t.receiver == rank)
     for op in (op for step in plan.steps[place] for op in step.comm):
         yield from ((t, False) for t in op.transfers(place) if t.receiver == place)
 
@@ -102,4 +102,4 @@ def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = Tr
     }[tensor]
     narrow = whole or (sent and not swap and plan.partials_in_16_bits)
     size = numbers * (shape.itemsize if narrow else shape.partial_itemsize) + statistics * statistic
-    return size // (plan.turns if swap else plan.rounds)
+    return size // (plan.rounds if swap else plan.head_rounds)

@@ -19,9 +19,9 @@ from megatron.context_parallel.tokens.slices import Slices
 
 ALL = slice(None)  # in a piece: all rows of the chunk, or of the gathered keys
 AnyChunks = Chunks | ListedChunks | Slices
-PieceRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and their indices among the gathered rows
+GatheredRows = tuple[int, slice, slice | Tensor]  # chunk, rows of the chunk, and their indices among the gathered rows
 RowSlice = slice | tuple[slice, slice]  # rows, or rows and heads
-Cut = tuple[RowSlice, RowSlice, PieceMask]  # a piece of some heads: its queries, its keys, and which of them it sees
+HeadPiece = tuple[RowSlice, RowSlice, PieceMask]  # of some heads: its queries, its keys, and which of them it sees
 
 
 class Blocks:
@@ -46,9 +46,9 @@ class Blocks:
             undivided = undivided or Blocks(Mask(mask.causal, mask.window), q, kv, kernel)
         self.undivided = undivided
         self._pieces: dict[tuple, list[Piece]] = {}
-        self._cuts: dict[tuple, list[Cut]] = {}
+        self._head_pieces: dict[tuple, list[HeadPiece]] = {}
         self._narrowed: dict[tuple[bytes, ...], Blocks] = {}
-        self._order: dict[tuple, list[PieceRows]] = {} if undivided is None else undivided._order
+        self._gather_order: dict[tuple, list[GatheredRows]] = {} if undivided is None else undivided._gather_order
         self._runs: dict[tuple, Runs] = {}
         self._edges: dict[int, list[np.ndarray]] = {}
 
@@ -66,23 +66,23 @@ class Blocks:
         """The chunks in which a tensor is sent."""
         return self.kv if tensor in (T.KV, T.DKV) else self.q
 
-    def keys(self, chunks: tuple[int, ...]) -> int:
+    def key_rows(self, chunks: tuple[int, ...]) -> int:
         """The total number of rows of the key chunks."""
-        return sum(self.kv.rows(chunk) for chunk in chunks)
+        return sum(self.kv.rows[chunk] for chunk in chunks)
 
-    def order(self, chunks: tuple[int, ...], device: torch.device) -> list[PieceRows]:
+    def gather_order(self, chunks: tuple[int, ...], device: torch.device) -> list[GatheredRows]:
         """The indices of each key chunk's rows among the rows of all of them, in ascending order of position.
 
         Tensors among them are on `device`. They are copied once, for all layers.
         """
         key = chunks, device
-        if key not in self._order:
-            self._order[key] = self._interleaved(chunks, device)
-        return self._order[key]
+        if key not in self._gather_order:
+            self._gather_order[key] = self._interleaved(chunks, device)
+        return self._gather_order[key]
 
-    def _interleaved(self, chunks: tuple[int, ...], device: torch.device) -> list[PieceRows]:
+    def _interleaved(self, chunks: tuple[int, ...], device: torch.device) -> list[GatheredRows]:
         if not isinstance(self.kv, Chunks):
-            listed: list[PieceRows] = []
+            listed: list[GatheredRows] = []
             for chunk in chunks:
                 places = self.kv.before(chunks, self.kv.positions(chunk).numpy())
                 listed.append((chunk, slice(None), to_device(torch.from_numpy(places).long(), device)))
@@ -91,7 +91,7 @@ class Blocks:
         for p in chain.from_iterable(self.kv.progressions[chunk] for chunk in chunks):
             ends.append((p.start, p.start + (p.length > 1) * p.stride, p.last))
         places = iter(self.kv.before(chunks, np.array(ends)).tolist())
-        rows: list[tuple[int, PieceRows]] = []
+        rows: list[tuple[int, GatheredRows]] = []
         for chunk in chunks:
             start = 0
             for p in self.kv.progressions[chunk]:
@@ -143,23 +143,25 @@ class Blocks:
             if isinstance(self.mask.documents, Sequences):
                 self._pieces[key] = self._of_sequences(q_chunk, kv_chunks)
             else:
-                rows, keys = self.q.rows(q_chunk), self.keys(kv_chunks)
-                cut = self._cut(self.runs(*key), keys) if rows and keys else []
+                rows, keys = self.q.rows[q_chunk], self.key_rows(kv_chunks)
+                cut = self._kernel_pieces(self.runs(*key), keys) if rows and keys else []
                 self._pieces[key] = [p._replace(q=_all_or(p.q, rows), kv=_all_or(p.kv, keys)) for p in cut]
         return self._pieces[key]
 
-    def cut(self, q_chunk: int, kv_chunks: tuple[int, ...], heads: tuple[float, float], count: int) -> list[Cut]:
+    def pieces_of_heads(
+        self, q_chunk: int, kv_chunks: tuple[int, ...], heads: tuple[float, float], count: int
+    ) -> list[HeadPiece]:
         """The same pieces for a part of `count` heads (of all samples, sorted by sample), as `Attend.heads` gives it.
 
         A piece of one sample has the heads of its sample only.
         """
         key = q_chunk, kv_chunks, heads, count
-        if key not in self._cuts:
+        if key not in self._head_pieces:
             first, end = [int(count * share + 0.5) for share in heads]
-            self._cuts[key] = [*self._of_heads(self.pieces(q_chunk, kv_chunks), range(first, end), count)]
-        return self._cuts[key]
+            self._head_pieces[key] = [*self._split_by_heads(self.pieces(q_chunk, kv_chunks), range(first, end), count)]
+        return self._head_pieces[key]
 
-    def _of_heads(self, pieces: list[Piece], heads: range, count: int) -> Iterator[Cut]:
+    def _split_by_heads(self, pieces: list[Piece], heads: range, count: int) -> Iterator[HeadPiece]:
         if len(heads) == count and all([piece.sample is None for piece in pieces]):
             yield from [(piece.q, piece.kv, piece.mask) for piece in pieces]
             return
@@ -185,7 +187,7 @@ class Blocks:
         """The pieces of a sequence's rows and keys, as rows and keys of the whole block."""
         count = keys.stop - keys.start
         if self.mask.causal or self.mask.window != (-1, -1):
-            cut = self._cut(self.runs(*key).of(rows, keys), count)
+            cut = self._kernel_pieces(self.runs(*key).of(rows, keys), count)
         elif rows.start < rows.stop and count:
             seen = (torch.full((1, rows.stop - rows.start), x, dtype=torch.int32) for x in (0, count))
             cut = self.kernel.pieces(Runs(*seen), count)
@@ -193,7 +195,7 @@ class Blocks:
             cut = []
         return [Piece(_moved(p.q, rows.start), _moved(p.kv, keys.start), p.mask, p.sample) for p in cut]
 
-    def _cut(self, block: Runs, keys: int) -> list[Piece]:
+    def _kernel_pieces(self, block: Runs, keys: int) -> list[Piece]:
         return self.kernel.pieces(block, keys) if np.greater(block.end.numpy(), block.first.numpy()).any() else []
 
 

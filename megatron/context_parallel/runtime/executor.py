@@ -18,7 +18,7 @@ from megatron.context_parallel.plan.ir import IN_FLIGHT, PARTIAL, AllGather, Key
 from megatron.context_parallel.plan.row_sets import RowSets
 from megatron.context_parallel.plan.schedule import MessageBatch, ScheduledBlock, schedule
 
-from .blocks import ALL, Blocks, Cut, RowSlice
+from .blocks import ALL, Blocks, HeadPiece, RowSlice
 from .buffers import Value, empty
 from .comm.flight_recorder import recorder
 from .comm.transport import Program, Transport, Work
@@ -57,9 +57,9 @@ class Executor:
         self.held: dict[Key, Value] = {(t, rank): value for t, value in inputs.items()}
         self.arriving: dict[Key, list[tuple[Work, int, Value]]] = defaultdict(list)  # with the peer that sends it
         self.launched: dict[str, deque[Work]] = defaultdict(deque)
-        self.keys: Value | None = None  # gathered from several chunks, while successive blocks use the same ones
-        self.key_grads: Value | None = None  # their gradients
-        self.q = inputs[plan.starts[0]][0]
+        self.gathered_keys: Value | None = None  # of several chunks, while successive blocks use the same ones
+        self.gathered_key_grads: Value | None = None  # their gradients
+        self.q = inputs[plan.inputs[0]][0]
         self.rows = rows_of_rank(problem.row_sets, rank, problem.blocks, self.q.device)
         self.blocks = self.rows.blocks
         self.k, self.v = inputs[T.KV]
@@ -79,28 +79,28 @@ class Executor:
             for block in step.blocks:
                 for key in block.needed:
                     if key in self.arriving:
-                        yield from self._arrive(key)
+                        yield from self._wait_for(key)
                 if marks.on:
                     with marks.block(block.attend):
-                        self._block(block)
+                        self._compute(block)
                 else:
-                    self._block(block)
+                    self._compute(block)
             self._free(step.freed)
             if step.blocks:
                 yield from meanwhile
         recorder.at_step(len(steps))
         if self.plan.rounds_overlap:  # the next round is computed before the results of this one are there
-            self._free([(t, self.rank) for t in self.plan.starts])
+            self._free([(t, self.rank) for t in self.plan.inputs])
             self.q, self.k, self.v = (x[:0].clone() for x in (self.q, self.k, self.v))  # for their dtype and device
 
     def results(self) -> Program[dict[T, Value]]:
         """Waits for what the steps launched last. Returns the final tensors of the plan."""
-        for t in self.plan.ends:
+        for t in self.plan.results:
             if (t, self.rank) in self.arriving:
-                yield from self._arrive((t, self.rank))
+                yield from self._wait_for((t, self.rank))
         for works in self.launched.values():
             yield from works
-        return {t: self._take((t, self.rank)) for t in self.plan.ends}
+        return {t: self._pop_partial((t, self.rank)) for t in self.plan.results}
 
     # -- communication -----------------------------------------------------------------------------------------
 
@@ -112,8 +112,8 @@ class Executor:
             sends: list[tuple[int, Tensor]] = []
             for key, peer in batch.sends:
                 if key in arriving:
-                    yield from self._arrive(key)
-                sends += zip(repeat(peer), self._leaving(key, peer))
+                    yield from self._wait_for(key)
+                sends += zip(repeat(peer), self._value_for(key, peer))
             leaving.append(sends)
         for batch, sends in zip(messages, leaving, strict=True):
             values: list[tuple[Key, int, Value]] = []
@@ -124,7 +124,7 @@ class Executor:
                 receives += zip(repeat(peer), value)
             launched = self.launched[batch.channel]
             if len(launched) >= IN_FLIGHT:
-                yield from self._make_room(batch.channel)
+                yield from self._wait_for_oldest(batch.channel)
             work = self.transport.exchange(batch.channel, sends, receives)
             if marks.on:
                 work = marks.batch(batch.channel, batch.ops, work)
@@ -136,11 +136,11 @@ class Executor:
         """Gathers into one buffer; each chunk becomes a view of it."""
         own = op.tensor, op.chunks[op.group.index(self.rank)]
         if own in self.arriving:
-            yield from self._arrive(own)
+            yield from self._wait_for(own)
         mine = self.held[own]
-        yield from self._make_room(op.channel)
+        yield from self._wait_for_oldest(op.channel)
         chunks = self.problem.blocks.chunks(op.tensor)
-        rows = tuple(chunks.rows(chunk) for chunk in op.chunks)
+        rows = tuple(chunks.rows[chunk] for chunk in op.chunks)
         everyone = [x.new_empty((sum(rows), *x.shape[1:])) for x in mine]
         tensors = list(zip(mine, everyone, strict=True))
         work = marks.batch(op.channel, (op,), self.transport.all_gather(op.channel, op.group, rows, tensors))
@@ -154,27 +154,27 @@ class Executor:
         """Each rank gets the partials of its chunk from all other ranks, or their sum from the transport."""
         place = op.group.index(self.rank)
         own = op.tensor, op.chunks[place]
-        can_sum = self._can_sum(op)
+        can_reduce = self._can_reduce(op)
         for chunk in op.chunks:
             key = op.tensor, chunk
-            if key in self.arriving and (can_sum or key != own):
-                yield from self._arrive(key)
-        if can_sum:
-            yield from self._sum(op, own, op.group[place - 1])
+            if key in self.arriving and (can_reduce or key != own):
+                yield from self._wait_for(key)
+        if can_reduce:
+            yield from self._library_reduce_scatter(op, own, op.group[place - 1])
         else:
             yield from self._exchange_partials(op, own, place)
 
-    def _can_sum(self, op: ReduceScatter) -> bool:
+    def _can_reduce(self, op: ReduceScatter) -> bool:
         """Whether the transport can sum gradients, and all of their chunks have the same number of rows."""
-        if not (self.plan.can_sum(op) and self.transport.can_sum):
+        if not (self.plan.can_reduce(op) and self.transport.can_reduce):
             return False
         rows = self.problem.blocks.chunks(op.tensor).rows
-        return len({rows(chunk) for chunk in op.chunks}) == 1
+        return len({rows[chunk] for chunk in op.chunks}) == 1
 
-    def _sum(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
+    def _library_reduce_scatter(self, op: ReduceScatter, own: Key, peer: int) -> Program[None]:
         """A reduce-scatter by the transport, without a buffer for each other rank."""
-        parts = [self._removed((op.tensor, chunk)) for chunk in op.chunks]
-        yield from self._make_room(op.channel)
+        parts = [self._partial_to_send((op.tensor, chunk)) for chunk in op.chunks]
+        yield from self._wait_for_oldest(op.channel)
         mine = self._empty(*own)
         together = [torch.cat(of_chunks) for of_chunks in zip(*parts, strict=True)]
         tensors = list(zip(mine, together, strict=True))
@@ -191,40 +191,40 @@ class Executor:
         for k in range(1, size):
             after = (place + k) % size
             before = op.group[(place - k) % size]
-            sends += zip(repeat(op.group[after]), self._removed((op.tensor, op.chunks[after])))
+            sends += zip(repeat(op.group[after]), self._partial_to_send((op.tensor, op.chunks[after])))
             value = self._buffer(op.tensor, self.rows.held(*own))
             values.append((before, value))
             receives += zip(repeat(before), value)
-        yield from self._make_room(op.channel)
+        yield from self._wait_for_oldest(op.channel)
         work = marks.batch(op.channel, (op,), self.transport.exchange(op.channel, sends, receives))
         self.launched[op.channel].append(work)
         self.arriving[own] += [(work, peer, value) for peer, value in values]
 
-    def _make_room(self, channel: str) -> Program[None]:
+    def _wait_for_oldest(self, channel: str) -> Program[None]:
         works = self.launched[channel]
         while len(works) >= IN_FLIGHT:
             done = works.popleft()
             yield done
-            self._settle(done)
+            self._merge_arrived(done)
 
-    def _settle(self, done: Work) -> None:
+    def _merge_arrived(self, done: Work) -> None:
         """Merges the partials of a complete batch. Otherwise they would occupy memory until they are read."""
         for key in [key for key in self.arriving if key[0] in PARTIAL]:
             waiting = self.arriving.pop(key)
             for work, peer, value in waiting:
                 if work is done:
-                    self._put(key, value, peer)
+                    self._keep_or_merge(key, value, peer)
             if rest := [entry for entry in waiting if entry[0] is not done]:
                 self.arriving[key] = rest
 
-    def _arrive(self, key: Key) -> Program[None]:
+    def _wait_for(self, key: Key) -> Program[None]:
         """Waits for all messages for `key`, and merges them."""
         for work, peer, value in self.arriving.pop(key):
-            recorder.need(*key, self.transport.world(peer))
+            recorder.need(*key, self.transport.world_rank(peer))
             yield work
-            self._put(key, value, peer)
+            self._keep_or_merge(key, value, peer)
 
-    def _put(self, key: Key, value: Value, peer: int) -> None:
+    def _keep_or_merge(self, key: Key, value: Value, peer: int) -> None:
         """Keeps a received chunk. A partial is merged with the one that is there."""
         tensor, _ = key
         where = self.rows.where(key, peer) if tensor in PARTIAL else None
@@ -232,30 +232,30 @@ class Executor:
             self.held[key] = self._wide(value) if tensor in (T.DQ, T.DKV) else value
         elif tensor is T.O:
             out, lse = value
-            self._merge(key, where, [(ALL, out, lse)])
+            self._merge_outputs(key, where, [(ALL, out, lse)])
         else:
-            self._add(key, where, value)
+            self._add_gradients(key, where, value)
 
-    def _merge(self, key: Key, where: Where, results: Iterable[tuple[RowSlice, Tensor, Tensor]]) -> None:
+    def _merge_outputs(self, key: Key, where: Where, results: Iterable[tuple[RowSlice, Tensor, Tensor]]) -> None:
         """Merges partial outputs, each for some of the rows `where` of the partial of this rank."""
-        partial = self._partial(key)
+        partial = self._merge_target(key)
         some = partial if where is None else tuple([x[where] for x in partial])
         for rows, out, lse in results:
-            merge(_part(some[0], rows), _part(some[1], rows), out, lse)
+            merge(_slice(some[0], rows), _slice(some[1], rows), out, lse)
         if isinstance(where, Tensor):  # `some` are copies
             for x, merged in zip(partial, some, strict=True):
                 x[where] = merged
 
-    def _leaving(self, key: Key, peer: int) -> Value:
+    def _value_for(self, key: Key, peer: int) -> Value:
         """The value to send to a peer."""
         if key[0] in PARTIAL:
-            return self._removed(key)
+            return self._partial_to_send(key)
         where = self.rows.where(key, peer)
         return self.held[key] if where is None else tuple([x[where] for x in self.held[key]])
 
-    def _removed(self, key: Key) -> Value:
+    def _partial_to_send(self, key: Key) -> Value:
         """Removes a partial, to send it in float32 or wider, or in the model's dtype if the plan says so."""
-        value = self._take(key)
+        value = self._pop_partial(key)
         if not self.plan.partials_in_16_bits:
             return self._wide(value)
         if key[0] is T.O:
@@ -267,7 +267,7 @@ class Executor:
         """A partial in float32 or wider."""
         return tuple(map(self.widen, value))
 
-    def _take(self, key: Key) -> Value:
+    def _pop_partial(self, key: Key) -> Value:
         """Removes a partial, to send it or to return it. It is zero if nothing was added to it."""
         value = self.held.pop(key, None) or self._zero(*key)
         return (value[0], self.widen(value[1]).contiguous()) if key[0] is T.O else value
@@ -295,7 +295,7 @@ class Executor:
             value[1].fill_(float("-inf"))
         return value
 
-    def _partial(self, key: Key) -> Value:
+    def _merge_target(self, key: Key) -> Value:
         """The partial output to merge into. Until the first merge it keeps the dtypes of its kernel."""
         value = self.held.get(key) or self._zero(*key)
         if value[1].dtype is not torch.float64:
@@ -305,20 +305,21 @@ class Executor:
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
-    def _block(self, block: ScheduledBlock) -> None:
+    def _compute(self, block: ScheduledBlock) -> None:
+        """Computes a block, query chunk by query chunk, and adds its results to the partials of its chunks."""
         kv_chunks = block.attend.kv_chunks
         for chunk in block.attend.q_chunks:
-            cut = self.blocks.cut(chunk, kv_chunks, block.attend.heads, self.q.shape[1])
+            pieces = self.blocks.pieces_of_heads(chunk, kv_chunks, block.attend.heads, self.q.shape[1])
             if self.plan.backward:
-                self._backward(chunk, kv_chunks, cut)
+                self._backward(chunk, kv_chunks, pieces)
             else:
-                self._forward(chunk, kv_chunks, cut)
+                self._forward(chunk, kv_chunks, pieces)
         if block.last:
-            if self.key_grads:
-                self._scatter(kv_chunks, self.key_grads)
-            self.keys = self.key_grads = None
+            if self.gathered_key_grads:
+                self._scatter_key_grads(kv_chunks, self.gathered_key_grads)
+            self.gathered_keys = self.gathered_key_grads = None
 
-    def _operand(self, tensor: T, chunk: int) -> Value:
+    def _block_input(self, tensor: T, chunk: int) -> Value:
         """The rows of an input that blocks compute with."""
         where = self.rows.where((tensor, chunk))
         value = self.held[tensor, chunk]
@@ -327,81 +328,81 @@ class Executor:
     def _keys(self, chunks: tuple[int, ...]) -> Value:
         """Keys and values of the chunks, [rows, B, d] each, in ascending order of position."""
         if len(chunks) == 1:
-            return self._operand(T.KV, chunks[0])
-        if self.keys is None:
-            self.keys = self._gathered(chunks)
-        return self.keys
+            return self._block_input(T.KV, chunks[0])
+        if self.gathered_keys is None:
+            self.gathered_keys = self._gather_keys(chunks)
+        return self.gathered_keys
 
-    def _gathered(self, chunks: tuple[int, ...]) -> Value:
+    def _gather_keys(self, chunks: tuple[int, ...]) -> Value:
         blocks = self.blocks
         parts_k, parts_v = [], []
-        order = blocks.order(chunks, self.q.device)
+        order = blocks.gather_order(chunks, self.q.device)
         for chunk, own, _ in order:
-            k, v = self._operand(T.KV, chunk)
+            k, v = self._block_input(T.KV, chunk)
             parts_k.append(k[own])
             parts_v.append(v[own])
         if all(isinstance(where, slice) and where.step == 1 for _, _, where in order):  # side by side
             return torch.cat(parts_k), torch.cat(parts_v)
-        rows = blocks.keys(chunks)
+        rows = blocks.key_rows(chunks)
         gathered_k, gathered_v = (x.new_empty(rows, *x.shape[1:]) for x in (self.k, self.v))
         for (_, _, where), k, v in zip(order, parts_k, parts_v, strict=True):
             gathered_k[where] = k
             gathered_v[where] = v
         return gathered_k, gathered_v
 
-    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
+    def _forward(self, chunk: int, kv_chunks: tuple[int, ...], pieces: list[HeadPiece]) -> None:
         key = (T.O, chunk)
-        (q,) = self._operand(T.Q, chunk)
+        (q,) = self._block_input(T.Q, chunk)
         where = self.rows.where(key)
         results = []
-        for rows, kv_rows, mask in cut:
+        for rows, kv_rows, mask in pieces:
             k, v = self._keys(kv_chunks)
-            k, v = _part(k, kv_rows), _part(v, kv_rows)
-            out, lse = self.problem.kernel.forward(_part(q, rows), k, v, mask, self.problem.scores)
+            k, v = _slice(k, kv_rows), _slice(v, kv_rows)
+            out, lse = self.problem.kernel.forward(_slice(q, rows), k, v, mask, self.problem.scores)
             if key not in self.held and where is None and out.shape[:2] == q.shape[:2]:
                 self.held[key] = out.contiguous(), lse
             elif isinstance(where, Tensor):
                 results.append((rows, out, lse))
             else:
-                self._merge(key, where, [(rows, out, lse)])
-        if results or not cut:
-            self._merge(key, where, results)
+                self._merge_outputs(key, where, [(rows, out, lse)])
+        if results or not pieces:
+            self._merge_outputs(key, where, results)
 
-    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], cut: list[Cut]) -> None:
-        queries = self._operand(T.QDO, chunk)
-        dq_total = self._begin((T.DQ, chunk))
+    def _backward(self, chunk: int, kv_chunks: tuple[int, ...], pieces: list[HeadPiece]) -> None:
+        queries = self._block_input(T.QDO, chunk)
+        dq_total = self._gradients_before((T.DQ, chunk))
         of_one_chunk = len(kv_chunks) == 1
-        dkv_total = self._begin((T.DKV, kv_chunks[0])) if of_one_chunk else self.key_grads
-        for rows, kv_rows, mask in cut:
+        dkv_total = self._gradients_before((T.DKV, kv_chunks[0])) if of_one_chunk else self.gathered_key_grads
+        for rows, kv_rows, mask in pieces:
             keys = self._keys(kv_chunks)
-            q, dout, lse, delta = queries if rows is ALL else [_part(x, rows) for x in queries]
-            k, v = keys if kv_rows is ALL else [_part(x, kv_rows) for x in keys]
+            q, dout, lse, delta = queries if rows is ALL else [_slice(x, rows) for x in queries]
+            k, v = keys if kv_rows is ALL else [_slice(x, kv_rows) for x in keys]
             grad = BlockGrad(dout, q, k, v, lse, delta, mask)
             dq, *dkv = self.problem.kernel.backward(grad, self.problem.scores)
-            dq_total = self._plus(dq_total, queries, rows, (dq,))
-            dkv_total = self._plus(dkv_total, keys, kv_rows, dkv)
+            dq_total = self._accumulate(dq_total, queries, rows, (dq,))
+            dkv_total = self._accumulate(dkv_total, keys, kv_rows, dkv)
             del dq, dkv  # the next piece needs the memory
-        self._end((T.DQ, chunk), dq_total)
+        self._keep_gradients((T.DQ, chunk), dq_total)
         if of_one_chunk:
-            self._end((T.DKV, kv_chunks[0]), dkv_total)
+            self._keep_gradients((T.DKV, kv_chunks[0]), dkv_total)
         else:
-            self.key_grads = dkv_total
+            self.gathered_key_grads = dkv_total
 
-    def _begin(self, key: Key) -> Value | None:
-        """The gradients that a block is added to: the partial itself, unless it has other rows than the block."""
+    def _gradients_before(self, key: Key) -> Value | None:
+        """The gradients that those of a block are added to: the partial itself, if it has the rows of the block."""
         return self.held.get(key) if self.rows.where(key) is None else None
 
-    def _end(self, key: Key, total: Value | None) -> None:
-        """Puts the gradients of `_begin` back, with those of the block."""
+    def _keep_gradients(self, key: Key, total: Value | None) -> None:
+        """Keeps the gradients of `_gradients_before` with those of the block added."""
         where = self.rows.where(key)
         if total is None:
             return
         if where is None:
             self.held[key] = total
         else:
-            self._add(key, where, total)
+            self._add_gradients(key, where, total)
 
-    def _add(self, key: Key, where: Where, gradients: Value) -> None:
+    def _add_gradients(self, key: Key, where: Where, gradients: Value) -> None:
         """Adds gradients to the rows `where` of a partial."""
         if key not in self.held:
             self.held[key] = self._zero(*key)
@@ -411,26 +412,26 @@ class Executor:
             else:
                 (total if where is None else total[where]).add_(x)
 
-    def _plus(self, total: Value | None, like: Value, rows: RowSlice, parts: Sequence[Tensor]) -> Value:
+    def _accumulate(self, total: Value | None, like: Value, rows: RowSlice, parts: Sequence[Tensor]) -> Value:
         """`total`, or zeros with the shapes of `like` if None, with `parts` added to some rows."""
         if total is None:
             if all([part.shape == x.shape for part, x in zip(parts, like, strict=False)]):
                 return tuple([self.widen(part).contiguous() for part in parts])
             total = tuple([torch.zeros_like(x, dtype=self.wide) for x in like[: len(parts)]])
         for x, part in zip(total, parts, strict=True):
-            _part(x, rows).add_(part)
+            _slice(x, rows).add_(part)
         return total
 
-    def _scatter(self, chunks: tuple[int, ...], gathered: Value) -> None:
+    def _scatter_key_grads(self, chunks: tuple[int, ...], gathered: Value) -> None:
         """Adds the gradients of gathered keys and values to those of their chunks."""
         new = {chunk for chunk in chunks if (T.DKV, chunk) not in self.held}
         for chunk in new:
             whole = self.rows.where((T.DKV, chunk)) is None
             self.held[T.DKV, chunk] = self._empty(T.DKV, chunk) if whole else self._zero(T.DKV, chunk)
-        for chunk, own, where in self.blocks.order(chunks, self.q.device):
+        for chunk, own, where in self.blocks.gather_order(chunks, self.q.device):
             among = self.rows.where((T.DKV, chunk))
             if among is not None:  # all its rows together, because a chunk with row sets has no other order
-                self._add((T.DKV, chunk), among, tuple([x[where] for x in gathered]))
+                self._add_gradients((T.DKV, chunk), among, tuple([x[where] for x in gathered]))
                 continue
             for total, part in zip(self.held[T.DKV, chunk], gathered, strict=True):
                 if chunk in new:
@@ -439,5 +440,5 @@ class Executor:
                     total[own].add_(part[where])
 
 
-def _part(x: Tensor, part: RowSlice) -> Tensor:
+def _slice(x: Tensor, part: RowSlice) -> Tensor:
     return x if part is ALL else x[part]

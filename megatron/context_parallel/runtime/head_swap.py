@@ -72,18 +72,18 @@ class HeadGroup:
         self.part, self.context_rank, self.members, same_heads, self.chunks = place_of(plan, rank)
         self.context = Subgroup(transport, same_heads) if plan.head_parallel_size > 1 else transport
 
-    def slice_of(self, heads: int, turn: int) -> slice:
-        """The heads, out of `heads`, that this rank computes in round `turn`."""
+    def slice_of(self, heads: int, round_index: int) -> slice:
+        """The heads, out of `heads`, that this rank computes in a round."""
         parts = self.plan.head_parts
-        first = (self.part * self.plan.rounds + self.plan.head_round(turn)) * heads // parts
+        first = (self.part * self.plan.head_rounds + self.plan.head_round(round_index)) * heads // parts
         return slice(first, first + max(1, heads // parts))
 
-    def by_member(self, x: Tensor, turn: int) -> Tensor:
-        """The heads that each rank of the group computes in round `turn`: [s, b, heads, ...] to [s, b, size, h, ...].
+    def by_member(self, x: Tensor, round_index: int) -> Tensor:
+        """The heads that each rank of the group computes in a round: [s, b, heads, ...] to [s, b, size, h, ...].
 
         Where each rank has heads of its own it is a view. Otherwise each gets the head that its queries read.
         """
-        size, rounds, number = len(self.members), self.plan.rounds, self.plan.head_round(turn)
+        size, rounds, number = len(self.members), self.plan.head_rounds, self.plan.head_round(round_index)
         heads = x.shape[2]
         if heads >= size * rounds:
             return x.unflatten(2, (size, rounds, -1))[:, :, :, number]
@@ -92,9 +92,9 @@ class HeadGroup:
         copies = size // read.shape[2]
         return (read.repeat_interleave(copies, 2) if copies > 1 else read).unsqueeze(3)
 
-    def to_heads(self, tensors: Sequence[Tensor], turn: int) -> StartedSwap:
+    def to_heads(self, tensors: Sequence[Tensor], round_index: int) -> StartedSwap:
         """Swaps [s, b, heads, ...] of this rank's chunk for [s * size, b, h, ...] of the group's, for a round."""
-        chunks = [self.by_member(x, turn).movedim(2, 0) for x in tensors]
+        chunks = [self.by_member(x, round_index).movedim(2, 0) for x in tensors]
         sent, sent_parts = _messages(chunks)
         received, received_parts = _messages(chunks)
         _copy(self._by_heads(sent_parts, chunks))
@@ -111,9 +111,9 @@ class HeadGroup:
             _copy(self._by_rows(wholes, received_parts))
             return wholes
 
-        if self.plan.turns == 1:  # otherwise the copies would take memory while another round is computed
+        if self.plan.rounds == 1:  # otherwise the copies would take memory while another round is computed
             copy_own()
-        return StartedSwap(marks.batch(SWAPS, (self.plan.before[0],), work), land)
+        return StartedSwap(marks.batch(SWAPS, (self.plan.swaps_before[0],), work), land)
 
     def to_chunks(self, tensors: Sequence[Tensor], into: list[Tensor]) -> StartedSwap:
         """The inverse of `to_heads`: swaps [s * size, b, h, ...] for `into`, each [s, b, size, h, ...]."""
@@ -128,19 +128,17 @@ class HeadGroup:
             _copy(_reversed(self._by_heads(received_parts, chunks)))
             return into
 
-        return StartedSwap(marks.batch(SWAPS, (self.plan.after[0],), work), land)
+        return StartedSwap(marks.batch(SWAPS, (self.plan.swaps_after[0],), work), land)
 
     def _trade(self, sent: Tensor, received: Tensor) -> Work:
         """Starts the messages of a swap; with several rounds so that they travel while this rank computes."""
-        return self.transport.trade(SWAPS, self.members, sent, received, at_once=self.plan.turns > 1)
+        return self.transport.all_to_all(SWAPS, self.members, sent, received, at_once=self.plan.rounds > 1)
 
     def _rows(self, whole: Tensor) -> list[tuple[tuple[slice, slice], ...]]:
         """The rows of each member's tokens: (rows of its own chunk, rows of the group's chunk)."""
-        plan = self.plan
-        context_ranks = plan.n
-        length = len(whole) * context_ranks
-        parts = plan.head_parallel_size
-        return [rows_in(plan.layout, c, self.context_rank, context_ranks, parts, length) for c in self.chunks]
+        plan, n = self.plan, self.plan.n
+        sizes = n, plan.head_parallel_size, n * len(whole)
+        return [rows_in(plan.layout, chunk, self.context_rank, *sizes) for chunk in self.chunks]
 
     def _by_heads(self, parts: Sequence[Tensor], chunks: Sequence[Tensor]) -> Iterator[Pair]:
         """Each other member's part of the messages, and its heads of this rank's chunk."""

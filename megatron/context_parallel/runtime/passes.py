@@ -33,27 +33,27 @@ def forward(
     heads, dtype = q.shape[2], q.dtype
     kept, kept_lses = list[Tensor](), list[Tensor]()  # with one round of heads, for the backward pass
 
-    def compute(turn: int, meanwhile: Iterable[Work], *swapped: Tensor) -> Program[Program[Results]]:
+    def compute(round_index: int, meanwhile: Iterable[Work], *swapped: Tensor) -> Program[Program[Results]]:
         b, own_heads = swapped[0].shape[1:3]
         q, k, v = folded = fold_heads(*swapped)
         if plan.token_rounds > 1:
-            if turn == 0:
+            if round_index == 0:
                 kept[:] = [x.new_empty(plan.token_rounds * len(x), *x.shape[1:]) for x in folded]
             for whole, x in zip(kept, folded, strict=True):
-                rows_of(plan, whole, turn).copy_(x)
-            k, v = (whole[: (turn + 1) * len(q)] for whole in kept[1:])
-        elif plan.rounds == 1:
+                rows_of(plan, whole, round_index).copy_(x)
+            k, v = (whole[: (round_index + 1) * len(q)] for whole in kept[1:])
+        elif plan.head_rounds == 1:
             kept[:] = folded
-        part = problem.of_range(plan.range_of(turn))
+        part = problem.of_range(plan.range_of(round_index))
         executor = Executor(plan, group.context_rank, part, group.context, {T.Q: (q,), T.KV: (k, v)})
         yield from executor.run(meanwhile)
-        return results(executor, turn, b, own_heads)
+        return results(executor, round_index, b, own_heads)
 
-    def results(executor: Executor, turn: int, b: int, own_heads: int) -> Program[Results]:
+    def results(executor: Executor, round_index: int, b: int, own_heads: int) -> Program[Results]:
         folded_out, folded_lse = (yield from executor.results())[T.O]
         out, lse = (x.view(len(x), b, own_heads, *x.shape[3:]) for x in (folded_out, folded_lse))
         if sinks is not None:
-            lse = add_sinks(out, lse, sinks[group.slice_of(heads, turn)])
+            lse = add_sinks(out, lse, sinks[group.slice_of(heads, round_index)])
         if kept:
             kept_lses.append(lse.view(folded_lse.shape))
         return [out.to(dtype), lse]
@@ -106,37 +106,38 @@ def backward(
     group = HeadGroup(plan, rank, transport)
     delta = delta_of(dout, out, lse.dtype)
     dsinks = None if sinks is None else lse.new_zeros(len(sinks))
-    swaps_inputs = plan.rounds > 1
+    swaps_inputs = plan.head_rounds > 1
     key_grads: list[Tensor] = []  # with rounds of tokens: gradients of keys and values so far
     shared = plan.head_parts > problem.kv_heads  # ranks or rounds have partial sums of the gradient of a key/value head
 
     def compute(
-        turn: int, meanwhile: Iterable[Work], dout: Tensor, delta: Tensor, *swapped: Tensor
+        round_index: int, meanwhile: Iterable[Work], dout: Tensor, delta: Tensor, *swapped: Tensor
     ) -> Program[Program[Results]]:
         folded_q, folded_k, folded_v, folded_lse = fold_heads(*swapped) if swaps_inputs else (q, k, v, lse)
         if plan.token_rounds > 1:
-            folded_q, folded_lse = rows_of(plan, q, turn), rows_of(plan, lse, turn)
-            folded_k, folded_v = (x[: (plan.range_of(turn) + 1) * len(folded_q)] for x in (k, v))
+            folded_q, folded_lse = rows_of(plan, q, round_index), rows_of(plan, lse, round_index)
+            folded_k, folded_v = (x[: (plan.range_of(round_index) + 1) * len(folded_q)] for x in (k, v))
         if sinks is not None and dsinks is not None:
-            own_heads = group.slice_of(len(sinks), turn)
+            own_heads = group.slice_of(len(sinks), round_index)
             dsinks[own_heads] += sink_gradients(folded_lse.view(delta.shape), delta, sinks[own_heads])
         folded_dout = dout.reshape(*folded_q.shape[:-1], -1).contiguous()
         queries = folded_q, folded_dout, folded_lse, delta.reshape(folded_lse.shape)
         inputs = {T.QDO: queries, T.KV: (folded_k, folded_v)}
-        executor = Executor(plan, group.context_rank, problem.of_range(plan.range_of(turn)), group.context, inputs)
+        part = problem.of_range(plan.range_of(round_index))
+        executor = Executor(plan, group.context_rank, part, group.context, inputs)
         yield from executor.run(meanwhile)
-        return results(executor, turn, dout.shape[1])
+        return results(executor, round_index, dout.shape[1])
 
-    def results(executor: Executor, turn: int, b: int) -> Program[Results]:
+    def results(executor: Executor, round_index: int, b: int) -> Program[Results]:
         ends = yield from executor.results()
         (dq,), dkv = ends[T.DQ], ends[T.DKV]
         if plan.token_rounds > 1:
-            if turn == 0:
+            if round_index == 0:
                 key_grads[:] = dkv
             else:
                 for total, x in zip(key_grads, dkv, strict=True):
                     total[: len(x)] += x
-            dkv = tuple([rows_of(plan, total, turn) for total in key_grads])
+            dkv = tuple([rows_of(plan, total, round_index) for total in key_grads])
         dq, dk, dv = (x.view(len(x), b, -1, x.shape[-1]) for x in (dq.to(q.dtype), *dkv))
         return [dq, dk, dv] if shared else [dq, dk.to(q.dtype), dv.to(q.dtype)]
 

@@ -25,7 +25,7 @@ class AllRows:
 
     def held(self, tensor: T, chunk: int) -> int:
         """The number of rows that the rank has of a chunk."""
-        return self.blocks.chunks(tensor).rows(chunk)
+        return self.blocks.chunks(tensor).rows[chunk]
 
     def received(self, tensor: T, chunk: int, peer: int) -> int:
         """The number of rows in a message from a peer."""

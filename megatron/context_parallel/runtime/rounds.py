@@ -34,38 +34,38 @@ def in_rounds(
     arriving = [group.to_heads([rows_of(plan, x, 0) for x in tensors], 0)]
     departing: list[StartedSwap] = []
 
-    def enter(turn: int) -> Program[None]:
-        if turn < plan.turns:
-            arriving.append(group.to_heads([rows_of(plan, x, turn) for x in tensors], turn))
+    def enter(round_index: int) -> Program[None]:
+        if round_index < plan.rounds:
+            arriving.append(group.to_heads([rows_of(plan, x, round_index) for x in tensors], round_index))
         yield from ()  # a program like `leave`, but it waits for nothing
 
-    def leave(turn: int, ending: Program[Results]) -> Program[None]:
+    def leave(round_index: int, ending: Program[Results]) -> Program[None]:
         results = yield from ending
         if departing:
-            own_chunk.add((yield from departing.pop().wait()), turn - 1)
-        departing.append(group.to_chunks(results, own_chunk.of_round(results, turn)))
+            own_chunk.add((yield from departing.pop().wait()), round_index - 1)
+        departing.append(group.to_chunks(results, own_chunk.of_round(results, round_index)))
 
     leaving: Iterable[Work] = ()
-    for turn in range(plan.turns):
+    for round_index in range(plan.rounds):
         swapped = yield from arriving.pop().wait()
-        entering = enter(turn + 1)
+        entering = enter(round_index + 1)
         if not plan.rounds_overlap:
             yield from entering
         meanwhile = chain(entering, leaving)
-        ending = yield from compute(turn, meanwhile, *swapped)
+        ending = yield from compute(round_index, meanwhile, *swapped)
         del swapped
         yield from meanwhile  # if no step of this rank has a block
-        leaving = leave(turn, ending)
+        leaving = leave(round_index, ending)
         if not plan.rounds_overlap:
             yield from leaving
     yield from leaving
-    own_chunk.add((yield from departing.pop().wait()), plan.turns - 1)
+    own_chunk.add((yield from departing.pop().wait()), plan.rounds - 1)
     return own_chunk.wholes
 
 
-def rows_of(plan: Plan, x: Tensor, turn: int) -> Tensor:
+def rows_of(plan: Plan, x: Tensor, round_index: int) -> Tensor:
     """The rows of a round of tokens, out of [s, ...]; all of them without such rounds."""
-    return x.chunk(plan.token_rounds)[plan.range_of(turn)] if plan.token_rounds > 1 else x
+    return x.chunk(plan.token_rounds)[plan.range_of(round_index)] if plan.token_rounds > 1 else x
 
 
 class _OwnChunk:
@@ -80,7 +80,7 @@ class _OwnChunk:
         self.wholes: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}  # of the heads at work, in the dtype of partial gradients
 
-    def of_round(self, results: Results, turn: int) -> list[Tensor]:
+    def of_round(self, results: Results, round_index: int) -> list[Tensor]:
         """Where to receive the results of a round, each [s, b, size, h, ...]: in `wholes`; partial gradients apart."""
         size, plan = len(self.group.members), self.group.plan
         into = []
@@ -89,19 +89,20 @@ class _OwnChunk:
             if i > 0 and self.kv_heads:
                 into.append(x.new_empty(rows, b, size, heads, *x.shape[3:]))
                 continue
-            if turn == 0:
-                self.wholes.append(x.new_empty(plan.token_rounds * rows, b, size * plan.rounds * heads, *x.shape[3:]))
-            into.append(self.group.by_member(rows_of(plan, self.wholes[i], turn), turn))
+            if round_index == 0:
+                whole = plan.token_rounds * rows, b, size * plan.head_rounds * heads, *x.shape[3:]
+                self.wholes.append(x.new_empty(whole))
+            into.append(self.group.by_member(rows_of(plan, self.wholes[i], round_index), round_index))
         return into
 
-    def add(self, received: list[Tensor], turn: int) -> None:
+    def add(self, received: list[Tensor], round_index: int) -> None:
         """Adds partial gradients of a round to their heads. Each of the ranks that share a head has sent one."""
         if self.kv_heads is None:
             return
         of_rank = max(1, self.kv_heads // len(self.group.members))  # heads
-        place = self._place(turn, of_rank)
-        first = turn == 0 or self._place(turn - 1, of_rank) != place
-        last = turn == self.group.plan.turns - 1 or self._place(turn + 1, of_rank) != place
+        place = self._place(round_index, of_rank)
+        first = round_index == 0 or self._place(round_index - 1, of_rank) != place
+        last = round_index == self.group.plan.rounds - 1 or self._place(round_index + 1, of_rank) != place
         for i, x in enumerate(received[1:], 1):
             copies = x.flatten(2, 3).unflatten(2, (self.kv_heads // of_rank, -1))
             sums = copies.sum(3) if copies.shape[3] > 1 else copies.squeeze(3)
@@ -114,11 +115,11 @@ class _OwnChunk:
             else:
                 into.copy_(sums)
 
-    def _place(self, turn: int, of_rank: int) -> tuple[int, int]:
+    def _place(self, round_index: int, of_rank: int) -> tuple[int, int]:
         """Where the sums of a round belong: a range of the tokens, and one of the heads of each rank."""
         plan = self.group.plan
-        part = plan.range_of(turn) if plan.token_rounds > 1 else 0
-        return part, plan.head_round(turn) * of_rank // plan.rounds
+        part = plan.range_of(round_index) if plan.token_rounds > 1 else 0
+        return part, plan.head_round(round_index) * of_rank // plan.head_rounds
 
     def _rows(self, i: int, sums: Tensor, place: tuple[int, int], of_rank: int) -> Tensor:
         """Where the sums [s, b, heads / of_rank, ...] of a place belong, in the dtype of the queries."""

@@ -19,7 +19,7 @@ from .mesh import mesh
 from .messages import Ring, relay
 from .registry import STRATEGIES, Pass, Strategy, head_parallel_sizes, register, rounds_of_heads
 from .ring import ring
-from .spec import AUTO, COMMON, Choice, asked, parse_spec
+from .spec import AUTO, COMMON, Choice, parse_spec, spec_text
 from .ulysses import ulysses, usp
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "Ring",
     "Strategy",
     "allgather",
-    "asked",
     "attention2d",
     "check_same_tokens",
     "choose_by_layer",
@@ -48,6 +47,7 @@ __all__ = [
     "relay",
     "ring",
     "rounds_of_heads",
+    "spec_text",
     "specs_given",
     "ulysses",
     "usp",

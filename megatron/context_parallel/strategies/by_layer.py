@@ -67,7 +67,7 @@ def _layouts(choice: Choice) -> list[str]:
     """The possible layouts of a choice: the given one, or all of its strategy."""
     given = choice.common.get("layout")
     own = [given] if given else [*choice.strategy.layouts]
-    return [layout for layout in own if not choice.back or layout in _layouts(choice.back)]
+    return [layout for layout in own if not choice.for_backward or layout in _layouts(choice.for_backward)]
 
 
 def distinct(choices: Sequence[Choice]) -> list[Choice]:

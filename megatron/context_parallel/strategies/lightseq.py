@@ -37,7 +37,7 @@ def lightseq(
 ) -> Iterator[Step]:
     n = at.n
     visible_pairs = at.visible_pairs
-    helps = balance and at.visible_pairs.look_back
+    helps = balance and at.visible_pairs.causal
 
     def pair(rank: int, t: int) -> tuple[int, int] | None:
         """The (query chunk, key/value chunk) that `rank` computes in slot t."""

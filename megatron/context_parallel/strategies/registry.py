@@ -75,11 +75,11 @@ class Strategy:
     period: int | Callable[..., int | tuple[int, int] | None] | None = None
 
     @property
-    def of_package(self) -> bool:
+    def is_builtin(self) -> bool:
         """Whether it is one of this package's, not of a user."""
         return self.write.__module__.startswith(f"{__package__}.")
 
-    def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
+    def with_current_names(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
         every = [option for strategy in STRATEGIES.values() for option in strategy.options.values()]
         today = {option.formerly: option.name for option in every if option.formerly}
@@ -91,17 +91,17 @@ class Strategy:
             found[name] = value
         return found
 
-    def read(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
+    def parse_options(self, options: dict[str, object], n: int | None = None) -> dict[str, object]:
         """The values of `options`, each a text or a value. Raises UsageError for an unknown option."""
         if unknown := options.keys() - self.options.keys():
             name = min(unknown)
             own = ", ".join(self.options) or "none"
             if others := [other for other in STRATEGIES.values() if name in other.options]:
-                shown = others[0].options[name].given(options[name])
+                shown = others[0].options[name].as_flag(options[name])
                 fits = [other.name for other in others]
                 raise UsageError(f"{shown}: not an option of {self.name}; give --cp-strategy {' or '.join(fits)}")
             raise UsageError(f"--cp-strategy {self.name}: no option {name}; it has {own}")
-        return {name: self.options[name].value(given, n) for name, given in options.items()}
+        return {name: self.options[name].parse(given, n) for name, given in options.items()}
 
     def plan(
         self,
@@ -155,7 +155,7 @@ class Strategy:
 
             visible_pairs = Mask(causal).pairs(*Chunks.pair(layout, n // size, 4 * n // size))
         ratio = kv_heads / heads if heads and kv_heads else 1.0
-        options = self.read(self.renamed(options), n)
+        options = self.parse_options(self.with_current_names(options), n)
         first = Pass(0, n // size, visible_pairs, backward, ratio)
         steps = self.write(first, **options)
         if not isinstance(steps, Iterable):
@@ -172,7 +172,7 @@ class Strategy:
             channels=self.channels,
             head_parallel_size=size,
             placement=placement,
-            rounds=head_rounds,
+            head_rounds=head_rounds,
             partials_in_16_bits=partials_in_16_bits,
             period=period,
             width=width,
@@ -211,7 +211,7 @@ class Strategy:
 
     def _is_left(self, block: Attend, visible_pairs: Pairs) -> bool:
         """Whether a block stays in a plan: it computes something, or is malformed, so that `verify` says why."""
-        if self.of_package or not wrong_block(block, visible_pairs.n):
+        if self.is_builtin or not wrong_block(block, visible_pairs.n):
             return visible_pairs.any(block.q_chunks, block.kv_chunks)
         return not isinstance(block, Attend) or () not in (block.q_chunks, block.kv_chunks)
 
@@ -290,9 +290,7 @@ def register(
         name: the value of `--cp-strategy`.
         layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
-        head_parallel: as in `Strategy`.
-        planned: as in `Strategy`.
-        period: as in `Strategy`.
+        head_parallel, planned, period: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken or no name, a layout is unknown, a channel is no name or that of head swaps,

@@ -43,14 +43,14 @@ class Choice:
     Attributes:
         common: the given options of `COMMON`, by name; options: the strategy's own.
         source: the module or file that registers the strategy, if the spec names one.
-        back: the choice for the backward pass, if different; the options of `COMMON` are the same.
+        for_backward: the choice for the backward pass, if different; the options of `COMMON` are the same.
     """
 
     strategy: Strategy
     common: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     source: str = ""
-    back: "Choice | None" = None
+    for_backward: "Choice | None" = None
 
     def __hash__(self) -> int:
         return hash(self.spec)
@@ -62,7 +62,7 @@ class Choice:
     @property
     def partials_in_16_bits(self) -> bool:
         """Whether a pass sends its partials in the model's dtype, which must have 16 bits."""
-        passes = [self, self.back] if self.back else [self]
+        passes = [self, self.for_backward] if self.for_backward else [self]
         return any(choice.common.get("partials_in_16_bits") for choice in passes)
 
     @property
@@ -72,11 +72,11 @@ class Choice:
         if self.layout == self.strategy.layouts[0]:
             options.pop("layout", None)
         own = ":".join(part for part in (self.source, self.strategy.name, _written(options)) if part)
-        return f"{own}+{self.back.spec}" if self.back else own
+        return f"{own}+{self.for_backward.spec}" if self.for_backward else own
 
     def of_pass(self, backward: bool) -> "Choice":
         """The choice for one pass."""
-        return self.back if backward and self.back else self
+        return self.for_backward if backward and self.for_backward else self
 
     def plan(
         self,
@@ -89,17 +89,13 @@ class Choice:
         kv_heads: int | None = None,
     ) -> Plan:
         """`Strategy.plan` of this choice."""
-        given: dict[str, Any] = {
-            "causal": causal,
-            "visible_pairs": visible_pairs,
-            "heads": heads,
-            "kv_heads": kv_heads,
-        }
-        forward = self.strategy.plan(n, backward=backward and not self.back, **self.common, **self.options, **given)
-        if self.back is None:
+        given: dict[str, Any] = {"causal": causal, "visible_pairs": visible_pairs, "heads": heads, "kv_heads": kv_heads}
+        own = self.common | self.options | given
+        forward = self.strategy.plan(n, backward=backward and not self.for_backward, **own)
+        if self.for_backward is None:
             return forward
-        back = self.back.plan(n, backward=True, **given)
-        places = [(plan.layout, plan.head_parallel_size, plan.placement, plan.rounds) for plan in (forward, back)]
+        back = self.for_backward.plan(n, backward=True, **given)
+        places = [(plan.layout, plan.head_parallel_size, plan.placement, plan.head_rounds) for plan in (forward, back)]
         if places[0] != places[1]:
             named = "layout {}, head-parallel size {}, placement {}, head rounds {}"
             told = [named.format(*place) for place in places]
@@ -108,7 +104,7 @@ class Choice:
         return back if backward else forward
 
 
-def asked(spec: "str | Choice", **options: object) -> str:
+def spec_text(spec: "str | Choice", **options: object) -> str:
     """`spec` and `options` in one text, unchecked."""
     text = spec.spec if isinstance(spec, Choice) else str(spec)
     given = _written({name: value for name, value in options.items() if value is not None})
@@ -132,23 +128,25 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Choice):
-        if spec.back:
-            return replace(parse_spec(replace(spec, back=None), n, **given), back=parse_spec(spec.back, n, **given))
+        if spec.for_backward:
+            passes = replace(spec, for_backward=None), spec.for_backward
+            forward, backward = (parse_spec(one, n, **given) for one in passes)
+            return replace(forward, for_backward=backward)
         strategy = spec.strategy
         source = spec.source
         own = spec.common | spec.options
     elif "+" in (text := str(spec)):  # options apply to both
         forward, backward = (parse_spec(part, n, **given) for part in text.split("+", 1))
-        return replace(forward, back=backward)
+        return replace(forward, for_backward=backward)
     else:
         strategy, source, texts = _parse(str(spec))
         _check_dashes(str(spec), strategy, texts)
-        own = strategy.renamed(texts)
-        if both := own.keys() & strategy.renamed(given).keys():
+        own = strategy.with_current_names(texts)
+        if both := own.keys() & strategy.with_current_names(given).keys():
             raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
-    given = own | strategy.renamed(given)
-    common = {name: option.value(given.pop(name)) for name, option in COMMON.items() if name in given}
-    return Choice(strategy, common, strategy.read(given, n), source)
+    given = own | strategy.with_current_names(given)
+    common = {name: option.parse(given.pop(name)) for name, option in COMMON.items() if name in given}
+    return Choice(strategy, common, strategy.parse_options(given, n), source)
 
 
 def _check_dashes(spec: str, strategy: Strategy, texts: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ def _capped_sum(end: np.ndarray, cap: np.ndarray) -> np.ndarray:
 
 def _samples(mask: Mask, chunks: Chunks | Slices) -> list[tuple[np.ndarray, np.ndarray]]:
     """The edges of the documents of each sample, and whether they are inside one."""
-    length = sum(chunks.counts)
+    length = sum(chunks.rows)
     if mask.documents is None:
         return [(np.array([0, length]), np.array([True]))]
     assert isinstance(mask.documents, Documents)

@@ -44,7 +44,7 @@ class Pairs:
         return all(shift.moved_bits(row, by) == self.rows[shift.moved(q, by)] for q, row in enumerate(self.rows))
 
     @cached_property
-    def look_back(self) -> bool:
+    def causal(self) -> bool:
         """No chunk sees a later one."""
         return all(row >> q <= 1 for q, row in enumerate(self.rows))
 

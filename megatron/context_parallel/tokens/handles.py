@@ -38,7 +38,7 @@ def handle_of(x: HasHandle | None) -> int:
     return x.handle if x is not None else 0
 
 
-def held(handle: int, what: str) -> Any:
+def object_of(handle: int, what: str) -> Any:
     """The object of a handle; None for 0.
 
     Raises:

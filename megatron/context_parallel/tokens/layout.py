@@ -106,16 +106,12 @@ class Chunks:
         return len(self.progressions)
 
     @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """The tokens of each chunk."""
-        counts = []
+    def rows(self) -> tuple[int, ...]:
+        """The number of tokens of each chunk."""
+        rows = []
         for chunk in self.progressions:
-            counts.append(sum(p.length for p in chunk))
-        return tuple(counts)
-
-    def rows(self, chunk: int) -> int:
-        """Tokens of `chunk`."""
-        return self.counts[chunk]
+            rows.append(sum(p.length for p in chunk))
+        return tuple(rows)
 
     def positions(self, chunk: int) -> "Tensor":
         """The positions of `chunk`, int64 [rows], in the order its rank stores its tokens."""
@@ -152,13 +148,9 @@ class ListedChunks:
         return len(self.of_sequences)
 
     @cached_property
-    def counts(self) -> tuple[int, ...]:
-        """The tokens of each chunk."""
+    def rows(self) -> tuple[int, ...]:
+        """The number of tokens of each chunk."""
         return tuple(map(sum, self.of_sequences))
-
-    def rows(self, chunk: int) -> int:
-        """Tokens of `chunk`."""
-        return self.counts[chunk]
 
     def edges(self, chunks: tuple[int, ...]) -> list[int]:
         """The start of each sequence among the rows of `chunks`, and the end of the last one."""

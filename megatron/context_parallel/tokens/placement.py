@@ -44,15 +44,15 @@ class Placement(Slices):
         bounds = np.searchsorted(chunks, np.arange(len(of_chunks) + 1)).tolist()
         joined = np.stack((starts, np.ones_like(starts), ends - starts), 1)
         super().__init__([joined[begin:end] for begin, end in pairwise(bounds)])
-        self.length = sum(self.counts)
+        self.length = sum(self.rows)
         self._positions: dict[int, Tensor] = {}  # each tensor of a batch asks for those of its rank
         order = np.argsort(starts)
         self._starts, self._owners = starts[order], chunks[order]
         self._check(ends[order])
 
     def _check(self, ends: np.ndarray) -> None:
-        if len(set(self.counts)) != 1 or not self.length:
-            raise UsageError(f"placement: chunks of {[*self.counts]} tokens; give each chunk equally many, 1 or more")
+        if len(set(self.rows)) != 1 or not self.length:
+            raise UsageError(f"placement: chunks of {[*self.rows]} tokens; give each chunk equally many, 1 or more")
         rows = ends - self._starts
         expected = np.cumsum(rows) - rows  # if the slices follow each other
         wrong = np.flatnonzero(self._starts != expected)

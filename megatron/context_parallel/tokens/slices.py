@@ -21,7 +21,7 @@ class Slices:
             positions of a chunk ascend from slice to slice.
 
     Attributes:
-        counts: the tokens of each chunk.
+        rows: the number of tokens of each chunk.
     """
 
     def __init__(self, of_chunks: list[np.ndarray]) -> None:
@@ -29,7 +29,7 @@ class Slices:
         edges = [*accumulate(map(len, of_chunks), initial=0)]  # of the chunks, among the slices of all
         before = np.append(0, np.concatenate([_NONE, *of_chunks])[:, 2].cumsum())  # rows of all slices before each
         of_chunk = before[edges]
-        self.counts = tuple(np.diff(of_chunk).tolist())
+        self.rows = tuple(np.diff(of_chunk).tolist())
         in_chunk = before[:-1] - np.repeat(of_chunk[:-1], np.diff(edges))
         self._first_rows = [in_chunk[first:end] for first, end in pairwise(edges)]
 
@@ -48,14 +48,10 @@ class Slices:
         """The number of chunks."""
         return len(self.of_chunks)
 
-    def rows(self, chunk: int) -> int:
-        """Tokens of `chunk`."""
-        return self.counts[chunk]
-
     def positions(self, chunk: int) -> Tensor:
         """The positions of `chunk`, int64 [rows], ascending."""
         start, stride, count = self.of_chunks[chunk].T
-        in_slice = np.arange(self.counts[chunk]) - np.repeat(self._first_rows[chunk], count)
+        in_slice = np.arange(self.rows[chunk]) - np.repeat(self._first_rows[chunk], count)
         return torch.from_numpy(np.repeat(start, count) + in_slice * np.repeat(stride, count))
 
     def before(self, chunks: tuple[int, ...], bounds: np.ndarray) -> np.ndarray:
@@ -86,7 +82,7 @@ class Slices:
 
     def _narrowed(self, chunk: int, rows: RowSet) -> np.ndarray:
         """The slices of a chunk, cut to these rows."""
-        if np.array_equal(rows, [(0, self.counts[chunk])]):
+        if np.array_equal(rows, [(0, self.rows[chunk])]):
             return self.of_chunks[chunk]
         if not len(rows):
             return self.of_chunks[chunk][:0]

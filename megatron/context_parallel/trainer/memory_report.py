@@ -75,7 +75,7 @@ def longest_run(args: Arguments, memory: float) -> tuple[Arguments, str]:
 
 
 @contextmanager
-def answer_lack_of_memory(args: Arguments) -> Iterator[None]:
+def explain_out_of_memory(args: Arguments) -> Iterator[None]:
     """Prints what the run needs, and the flags with which it needs less, on a rank that has no memory left."""
     try:
         yield

@@ -40,7 +40,7 @@ from .faults import rerun
 from .faults.findings import Findings
 from .faults.rerun import Batches, StepRejectedError, replayable
 from .log import RunLog, check_trackers
-from .memory_report import answer_lack_of_memory
+from .memory_report import explain_out_of_memory
 from .model.build import build_model, build_optimizer
 from .model.data_parallel import DataParallel, weights_gathered
 from .profiling import Profile
@@ -85,7 +85,7 @@ def pretrain(args: Arguments) -> None:
         datasets = build_datasets(args, tokenizer, samples)
         if not args.cp_layers:
             args = choose_strategy(args, sample_documents(args, next(filter(None, datasets), None)))
-        with answer_lack_of_memory(args):
+        with explain_out_of_memory(args):
             state = build_state(args, progress)
             if datasets[0]:
                 progress.train_data = on_first_rank(lambda: same_data(args, progress))
@@ -229,7 +229,7 @@ def train_step(args: Arguments, state: TrainState, train: ChunkBatches, started:
         findings.look(data)
     recorder.enter("optimizer")
     warnings = rerun.settle(findings, progress.iteration + 1)
-    vote = _wants_to_leave(args, progress.iteration + 1, started)
+    vote = _should_exit(args, progress.iteration + 1, started)
     loss, flops, votes, found = _mean_loss(data, findings, vote)
     if found:
         warnings = findings.settle(progress.iteration + 1) + warnings
@@ -309,7 +309,7 @@ def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tu
     return total / max(tokens, 1.0), flops, int(votes), int(found)
 
 
-def _wants_to_leave(args: Arguments, iteration: int, started: float) -> bool:
+def _should_exit(args: Arguments, iteration: int, started: float) -> bool:
     minutes = (time.monotonic() - started) / 60
     return (
         sigterm_came()

@@ -158,7 +158,7 @@ def install(watch: Watch, save: str | None, timeout: float | None, apart: bool) 
     dist_checkpointing.load = watch.before(("load",), dist_checkpointing.load)
     GPTDataset.__getitem__ = watch.within("data", _may_be_spoilt(watch, GPTDataset.__getitem__))
     moving = ("forward", "backward", "evaluation")
-    for name in ("exchange", "trade", "all_gather"):
+    for name in ("exchange", "all_to_all", "all_gather"):
         setattr(transport.TorchTransport, name, watch.before(moving, getattr(transport.TorchTransport, name)))
     if save:
         _count_files(watch, save)

@@ -6,7 +6,7 @@ from random import Random
 
 from megatron.context_parallel import STRATEGIES
 from megatron.context_parallel.plan.ir import PLACEMENTS
-from megatron.context_parallel.strategies import Strategy, asked
+from megatron.context_parallel.strategies import Strategy, spec_text
 
 IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
 MOST_RANKS = 64  # in one process
@@ -154,7 +154,7 @@ def _with_another_backward_pass(random: Random, strategy: Strategy, layout: str,
     of_back.pop("token_rounds", None)  # would have to divide the tokens of a rank
     if options.get("partials_in_16_bits") and random.random() < 0.5:
         random.choice((own, of_back))["partials_in_16_bits"] = options.pop("partials_in_16_bits")
-    return f"{asked(strategy.name, **own)}+{asked(back.name, **of_back)}"
+    return f"{spec_text(strategy.name, **own)}+{spec_text(back.name, **of_back)}"
 
 
 def _head_parallel_size(random: Random, strategy: Strategy, n: int) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.context_parallel.patches.torch_gpu_sleep import let_host_ahead
-from megatron.context_parallel.runtime.comm.communicators import joined
+from megatron.context_parallel.runtime.comm.communicators import group_of_this_rank
 from megatron.context_parallel.runtime.comm.first_rank import of_all_ranks
 from megatron.context_parallel.runtime.comm.transport import MessageList, TorchTransport, Work
 
@@ -36,7 +36,7 @@ class Meter:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, quick: bool) -> None:
-        self.group = joined(group)
+        self.group = group_of_this_rank(group)
         self.device = device
         self.quick = quick
         self.transport = TorchTransport(self.group, "the probe of a cluster")

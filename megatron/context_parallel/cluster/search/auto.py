@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.measure.probe import probe
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.runtime.comm.communicators import joined, meet
+from megatron.context_parallel.runtime.comm.communicators import group_of_this_rank, rendezvous
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
-from megatron.context_parallel.strategies import AUTO, COMMON, Choice, asked, parse_spec
+from megatron.context_parallel.strategies import AUTO, COMMON, Choice, parse_spec, spec_text
 
 from .candidates import DTYPES, Workload
 from .plainness import reason
-from .planner import GroupDevices, Search, search
+from .planner import GroupDevices, SearchResult, search
 
 logger = logging.getLogger(__name__)
 
@@ -47,28 +47,28 @@ def resolve(
     """
     if strategy != AUTO:
         return parse_spec(strategy, **options)
-    group = joined(group)
+    group = group_of_this_rank(group)
     given = {"workload": workload, "cluster": cluster, **options}
-    meet(group, f"--cp-strategy {asked(AUTO, **given)}")  # else ranks with other arguments would wait for each other
+    rendezvous(group, f"--cp-strategy {spec_text(AUTO, **given)}")  # else ranks with others would wait forever
     if not isinstance(workload, Workload):
         wrong = "" if workload is None else f"; workload is of type {type(workload).__name__}"
         raise UsageError(f"--cp-strategy {AUTO}: for which sizes? Give workload=Workload(length, heads, ...){wrong}")
     if not isinstance(cluster, Cluster | str | None):
         raise UsageError(f"cluster of type {type(cluster).__name__}: give a Cluster, its name or file, or leave it out")
-    fixed = {name: option.value(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
+    fixed = {name: option.parse(value) for name, option in COMMON.items() if (value := options.pop(name, None))}
     if options:
         name, value = options.popitem()
         raise UsageError(f"{name}={value}: --cp-strategy {AUTO} chooses the options of strategies; leave it out")
     here = measured(workload, group) if cluster is None else cluster
 
-    def search_on_first_rank() -> Search:
+    def search_on_first_rank() -> SearchResult:
         described = load_cluster(here, "--cp-cluster") if isinstance(here, str) else here
         return search(workload, GroupDevices(described.part(dist.get_world_size(group))), fixed)
 
     return choose_on_group(group, search_on_first_rank)
 
 
-def choose_on_group(group: dist.ProcessGroup, search_on_first_rank: Callable[[], Search]) -> Choice:
+def choose_on_group(group: dist.ProcessGroup, search_on_first_rank: Callable[[], SearchResult]) -> Choice:
     """The best choice that the first rank of a group finds, on all of its ranks. They call this together.
 
     Raises:
@@ -97,7 +97,7 @@ def measured(workload: Workload, group: dist.ProcessGroup) -> Cluster:
     )
 
 
-def headline(result: Search) -> str:
+def headline(result: SearchResult) -> str:
     """One line: the choice, as a flag that reproduces it, and what was predicted."""
     best, fastest = result.best, next(iter(result.ranked))
     milliseconds = 1e3 * result.ranked[best].seconds

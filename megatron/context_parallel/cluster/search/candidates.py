@@ -127,14 +127,14 @@ def in_rounds(found: Candidate, workload: Workload) -> Iterator[Candidate]:
     for rounds in ROUNDS:
         if rounds in fits:
             choice = replace(found.choice, common=found.choice.common | {"head_rounds": rounds})
-            yield Candidate(choice, tuple([replace(plan, rounds=rounds) for plan in found.plans]))
+            yield Candidate(choice, tuple([replace(plan, head_rounds=rounds) for plan in found.plans]))
 
 
 def in_token_rounds(found: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
     """The same choice with more rounds of tokens, in the layout that these need, where its strategy has them."""
     if "token_rounds" not in found.choice.strategy.options or fixed.get("layout", "cyclic") != "cyclic":
         return
-    tokens = workload.length // found.plans[0].size
+    tokens = workload.length // found.plans[0].all_ranks
     for rounds in ROUNDS:
         if workload.mask.causal and tokens % rounds == 0:
             common, options = found.choice.common | {"layout": "cyclic"}, {"token_rounds": rounds}
@@ -151,7 +151,8 @@ def _choices(
     for strategy in sorted(asked, key=lambda s: ("all", "required", "optional").index(s.head_parallel)):
         for size in _head_parallel_sizes(strategy, n):
             tried = {
-                name: option.tried(n // size, q_transfer_blocks(size)) for name, option in strategy.options.items()
+                name: option.values_to_try(n // size, q_transfer_blocks(size))
+                for name, option in strategy.options.items()
             }
             placements = PLACEMENTS if 1 < size < n else PLACEMENTS[:1]
             for layout, placement in itertools.product(strategy.layouts, placements):

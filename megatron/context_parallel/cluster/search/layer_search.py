@@ -8,23 +8,23 @@ from megatron.context_parallel.cluster.step.attention_pass import attention_buff
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 
-from .planner import GroupDevices, PassPrediction, Prediction, Search, search
+from .planner import GroupDevices, PassPrediction, Prediction, SearchResult, search
 from .step_search import TAKEN, workload_of
 
 
 def search_layers(
-    model: ModelShape, run: TrainConfig, place: GroupDevices, fixed: Mapping[str, Any], room: float
-) -> Search:
+    model: ModelShape, run: TrainConfig, group: GroupDevices, fixed: Mapping[str, Any], room: float
+) -> SearchResult:
     """Ranks what is fastest for either kind of layers by the mean time of all layers.
 
     Args:
         model, run: the attention; rank r of the run is device r of the cluster.
-        place, fixed, room: as in `search`.
+        group, fixed, room: as in `search`.
     """
     kinds = replace(model, window_size=None, full_layers=0), replace(model, full_layers=0)
     share = model.full_layers / model.num_layers
     shares = share, 1 - share
-    searches = [search(workload_of(kind, run), place, fixed, room) for kind in kinds]
+    searches = [search(workload_of(kind, run), group, fixed, room) for kind in kinds]
     ranked = dict[str, Prediction]()
     for spec in dict.fromkeys(spec for found in searches for spec in [*found.ranked][:TAKEN]):
         own = replace(run, cp_strategy=spec)
@@ -33,11 +33,11 @@ def search_layers(
             continue
         passes = []
         for backward in (False, True):
-            found = [attention_seconds(kind, own, place.cluster, backward) for kind in kinds]
+            found = [attention_seconds(kind, own, group.cluster, backward) for kind in kinds]
             seconds = sum(part * one.seconds for part, one in zip(shares, found, strict=True))
             exposed = sum(part * one.exposed for part, one in zip(shares, found, strict=True))
             passes.append(PassPrediction(seconds, exposed, memory))
         ranked[spec] = Prediction(tuple(passes))
     slower = {spec: least for found in searches for spec, least in found.slower.items() if spec not in ranked}
     fastest_first = dict(sorted(ranked.items(), key=lambda item: item[1].seconds))
-    return Search(fastest_first, slower, [one for found in searches for one in found.rejected])
+    return SearchResult(fastest_first, slower, [one for found in searches for one in found.rejected])

@@ -21,12 +21,12 @@ class PassBound(NamedTuple):
     """Seconds of a pass.
 
     Attributes:
-        least: the lower bound: the busiest link sends its bytes, and the busiest rank computes its blocks.
-        likely: the estimate: each step takes the longer of its blocks and its messages. It orders the simulations.
+        lower_bound: the busiest link sends its bytes, and the busiest rank computes its blocks.
+        estimate: each step takes the longer of its blocks and its messages. It orders the simulations.
     """
 
-    least: float
-    likely: float
+    lower_bound: float
+    estimate: float
 
 
 def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent: RowSets | None = None) -> PassBound:
@@ -41,11 +41,11 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent:
     """
     ranks = _looked_at(links)
     shared = links.cluster.shared_cores
-    cores = shared / links.together if shared else plan.size
+    cores = shared / links.together if shared else plan.all_ranks
     size_of = cache(lambda tensor, swap: chunk_bytes(plan, tensor, shape, swap))
     wires = defaultdict[tuple, float](float)  # seconds of each link, all steps
     computed = [0.0] * len(ranks)  # seconds of each rank, all steps
-    busy, likely = 0.0, 0.0
+    busy, estimate = 0.0, 0.0
     for works in zip_longest(*(_Rank(plan, rank, size_of, sent).steps() for rank in ranks), fillvalue=((), ())):
         step = _Step(links, ranks)
         for i, (attends, messages) in enumerate(works):
@@ -56,9 +56,9 @@ def lower_bound(plan: Plan, links: Links, shape: Shape, blocks: BlockTime, sent:
             wires[link] += seconds
         busy += step.busy
         moved = max(step.wires.values(), default=0.0) + step.latency
-        worked = max(step.longest, step.busy / len(ranks) * plan.size / cores)
-        likely += max(moved, worked)
-    return PassBound(float(max([*wires.values(), *computed, busy / cores])), float(likely))
+        worked = max(step.longest, step.busy / len(ranks) * plan.all_ranks / cores)
+        estimate += max(moved, worked)
+    return PassBound(float(max([*wires.values(), *computed, busy / cores])), float(estimate))
 
 
 def _looked_at(links: Links) -> list[int]:
@@ -125,21 +125,21 @@ class _Rank:
     def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[MessageCost]]]:
         """The blocks of each step, and its messages. The swaps beside a round belong to its first step."""
         plan = self.plan
-        before = [message for swap in plan.before for message in self._swapped(swap)]
-        after = [message for swap in plan.after for message in self._swapped(swap)]
+        before = [message for swap in plan.swaps_before for message in self._swapped(swap)]
+        after = [message for swap in plan.swaps_after for message in self._swapped(swap)]
         yield (), before
         if plan.token_rounds > 1:
             for step in plan.steps[self.place]:
                 yield step.attend, (plan.token_rounds - 1) * [*before, *after]
-        for k in range(plan.rounds if plan.token_rounds == 1 else 0):
-            beside = (before if k < plan.rounds - 1 else []) + (after if k else [])
+        for k in range(plan.head_rounds if plan.token_rounds == 1 else 0):
+            beside = (before if k < plan.head_rounds - 1 else []) + (after if k else [])
             for step in plan.steps[self.place]:
                 yield step.attend, [*self._moved(step.comm), *beside]
                 beside = []
         yield (), after
 
     def _swapped(self, op: SwapHeads) -> list[MessageCost]:
-        moved = self.plan.swapped(op, self.rank)
+        moved = self.plan.swap_transfers(op, self.rank)
         return [(t.sender, t.receiver, self.bytes(t.tensor, True) * t.share) for t in moved]
 
     def _moved(self, comm: tuple[Comm, ...]) -> Iterator[MessageCost]:

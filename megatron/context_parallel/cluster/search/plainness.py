@@ -26,4 +26,4 @@ def _complexity(choice: Choice) -> tuple[bool, int]:
     """Whether it mixes two strategies; the place of its strategy in `PLAINEST_FIRST` plus the number of its options."""
     name = choice.strategy.name
     place = PLAINEST_FIRST.index(name) if name in PLAINEST_FIRST else len(PLAINEST_FIRST)
-    return choice.back is not None, place + len(choice.common) + len(choice.options)
+    return choice.for_backward is not None, place + len(choice.common) + len(choice.options)

@@ -83,87 +83,87 @@ class Prediction(NamedTuple):
 
 def fastest(
     choices: Mapping[Name, Sequence[Plan]],
-    place: GroupDevices,
+    group: GroupDevices,
     workload: Workload,
-    most: int = SIMULATED,
-    fitting: Callable[[Name], tuple[Name, Sequence[Plan]] | None] | None = None,
+    max_simulated: int = SIMULATED,
+    fit_memory: Callable[[Name], tuple[Name, Sequence[Plan]] | None] | None = None,
 ) -> tuple[dict[Name, Prediction], dict[Name, float]]:
     """Finds the fastest of several choices. Each has one or more plans, which run in turn.
 
     The choice of each strategy with the best estimate is simulated first, then the others in the order of their
-    estimates, `most` in total. A choice whose lower bound exceeds the best time is not simulated.
+    estimates, `max_simulated` in total. A choice whose lower bound exceeds the best time is not simulated.
 
     Args:
         choices: the plans of each, by any name.
-        place: where plans run.
+        group: where plans run.
         workload: what is computed.
-        most: choices that are simulated.
-        fitting: the choice that is simulated for a choice, if memory is enough. It is asked only for those that may be
-            the fastest. Default: the choice itself.
+        max_simulated: choices that are simulated.
+        fit_memory: the choice that is simulated for a choice, if memory is enough. It is asked only for those that may
+            be the fastest. Default: the choice itself.
 
     Returns:
         The times of simulated choices, fastest first; and the lower bounds of those that are slower.
     """
-    bounds = _bounds(choices, place, workload)
-    by_likely = sorted(choices, key=lambda name: bounds[name].likely)
+    bounds = _bounds(choices, group, workload)
+    by_estimate = sorted(choices, key=lambda name: bounds[name].estimate)
     leaders = dict[str, Name]()  # of each strategy
-    for name in by_likely:
+    for name in by_estimate:
         leaders.setdefault(choices[name][0].name, name)
     found = dict[Name, Prediction]()
     best = math.inf
-    progress = Progress("simulating strategies", min(most, len(choices)))
+    progress = Progress("simulating strategies", min(max_simulated, len(choices)))
     asked = set[Name]()
-    for name in dict.fromkeys([*leaders.values(), *by_likely]):
-        if len(found) == most or bounds[name].least >= best:
+    for name in dict.fromkeys([*leaders.values(), *by_estimate]):
+        if len(found) == max_simulated or bounds[name].lower_bound >= best:
             continue
         asked.add(name)
-        if kept := fitting(name) if fitting else (name, choices[name]):
+        if kept := fit_memory(name) if fit_memory else (name, choices[name]):
             spec, plans = kept
-            found[spec] = _predict(plans, place, workload)
+            found[spec] = _predict(plans, group, workload)
             best = min(best, found[spec].seconds)
             progress.advance()
     ranked = sorted(found, key=lambda name: found[name].seconds)
-    slower = {name: bounds[name].least for name in by_likely if name not in asked}
+    slower = {name: bounds[name].lower_bound for name in by_estimate if name not in asked}
     return {name: found[name] for name in ranked}, slower
 
 
-def _predict(plans: Sequence[Plan], place: GroupDevices, workload: Workload) -> Prediction:
+def _predict(plans: Sequence[Plan], group: GroupDevices, workload: Workload) -> Prediction:
     passes = []
-    shape = workload.shape(place.n)
-    how = workload.mask, workload.batch, workload.dtype, place.devices, place.others
+    shape = workload.shape(group.n)
+    how = workload.mask, workload.batch, workload.dtype, group.devices, group.others
     for plan in plans:
         rows = simulated_rows(plan, workload.mask, workload.length)
-        found = simulate(plan, place.cluster, shape, *how, rows=rows)
+        found = simulate(plan, group.cluster, shape, *how, rows=rows)
         passes.append(PassPrediction(found.seconds, found.exposed, memory(plan, workload)))
     return Prediction(tuple(passes))
 
 
-def _bounds(choices: Mapping[Name, Sequence[Plan]], place: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
-    links = Links(place.cluster, devices=place.devices, others=place.others)
-    shape = workload.shape(place.n)
+def _bounds(choices: Mapping[Name, Sequence[Plan]], group: GroupDevices, workload: Workload) -> dict[Name, PassBound]:
+    links = Links(group.cluster, devices=group.devices, others=group.others)
+    shape = workload.shape(group.n)
     blocks = dict[tuple, BlockTime]()
 
     def bound_of(plan: Plan) -> PassBound:
         alike = plan.backward, plan.layout, plan.n
         if alike not in blocks:
-            blocks[alike] = _block_time(plan, place, workload)
+            blocks[alike] = _block_time(plan, group, workload)
         rows = simulated_rows(plan, workload.mask, workload.length)
         return lower_bound(plan, links, shape, blocks[alike], rows)
 
     bounds = dict[Name, PassBound]()
     for name, plans in tracked(choices.items(), "estimating strategies"):
         passes = list(map(bound_of, plans))
-        bounds[name] = PassBound(sum(bound.least for bound in passes), sum(bound.likely for bound in passes))
+        bounds[name] = PassBound(sum(bound.lower_bound for bound in passes), sum(bound.estimate for bound in passes))
     return bounds
 
 
-def _block_time(plan: Plan, place: GroupDevices, workload: Workload) -> BlockTime:
-    shape = workload.shape(place.n)
-    return BlockTime(place.cluster.device, plan, shape, workload.mask, workload.length, workload.dtype)
+def _block_time(plan: Plan, group: GroupDevices, workload: Workload) -> BlockTime:
+    shape = workload.shape(group.n)
+    return BlockTime(group.cluster.device, plan, shape, workload.mask, workload.length, workload.dtype)
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """The result of `search`, by spec.
 
     Attributes:
@@ -187,31 +187,31 @@ class Search:
 
 def search(
     workload: Workload,
-    place: GroupDevices,
+    group: GroupDevices,
     fixed: Mapping[str, Any] | None = None,
     room: float | None = None,
-    most: int = SIMULATED,
-) -> Search:
+    max_simulated: int = SIMULATED,
+) -> SearchResult:
     """Ranks all strategies, with all values of their options worth trying, for a context group.
 
     Args:
         workload: what is computed.
-        place: the devices of the group.
+        group: the devices of the group.
         fixed: options of all strategies that are given.
         room: bytes of a device for what attention takes beyond its inputs; default: all that tensors may take.
-        most: choices that are simulated.
+        max_simulated: choices that are simulated.
     """
     choices, rejected = dict[str, Candidate](), list[Rejected]()
     fixed = fixed or {}
-    room = for_tensors(place.cluster.device.memory_GiB) if room is None else room
-    q_transfer_blocks = cache(partial(_q_transfer_blocks, workload, place))
-    for found in candidates(workload, place.n, q_transfer_blocks, fixed):
+    room = for_tensors(group.cluster.device.memory_GiB) if room is None else room
+    q_transfer_blocks = cache(partial(_q_transfer_blocks, workload, group))
+    for found in candidates(workload, group.n, q_transfer_blocks, fixed):
         if isinstance(found, Rejected):
             rejected.append(found)
-            continue
-        choices[found.choice.spec] = found
+        else:
+            choices[found.choice.spec] = found
 
-    def fitting(spec: str) -> tuple[str, tuple[Plan, ...]] | None:
+    def fit_memory(spec: str) -> tuple[str, tuple[Plan, ...]] | None:
         """The choice, or with more rounds of heads if it then fits."""
         found = choices[spec]
         more = [] if "head_rounds" in fixed else in_rounds(found, workload)
@@ -224,17 +224,17 @@ def search(
         rejected.append(Rejected(spec, why))
         return None
 
-    tried, far = _promising(choices, place, workload) if place.n > MANY_RANKS else ([*choices], {})
-    ranked, slower = fastest({spec: choices[spec].plans for spec in tried}, place, workload, most, fitting)
+    tried, untried = _promising(choices, group, workload) if group.n > MANY_RANKS else ([*choices], {})
+    ranked, slower = fastest({spec: choices[spec].plans for spec in tried}, group, workload, max_simulated, fit_memory)
     simulated = {spec: choices[spec] for spec in ranked}
     ranked |= _mixed({spec: found.plans for spec, found in simulated.items()}, ranked)
     if "head_rounds" not in fixed:
-        ranked |= _faster_in_rounds(simulated, ranked, place, workload, room, fixed)
-    return Search(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower | far, rejected)
+        ranked |= _faster_in_rounds(simulated, ranked, group, workload, room, fixed)
+    return SearchResult(dict(sorted(ranked.items(), key=lambda item: item[1].seconds)), slower | untried, rejected)
 
 
 def _promising(
-    choices: Mapping[str, Candidate], place: GroupDevices, workload: Workload
+    choices: Mapping[str, Candidate], group: GroupDevices, workload: Workload
 ) -> tuple[list[str], dict[str, float]]:
     """The choices of many ranks that are tried, and the lower bounds of others.
 
@@ -246,12 +246,12 @@ def _promising(
         sizes = {name: value for name, value in choice.common.items() if name != "layout"}
         options = {name: value for name, value in choice.options.items() if not isinstance(value, float)}
         alike[choice.strategy.name, *sorted((sizes | options).items())].append(spec)
-    bounds = _bounds({family: choices[specs[0]].plans for family, specs in alike.items()}, place, workload)
-    by_likely = sorted(alike, key=lambda family: bounds[family].likely)
-    leaders = {family[0]: family for family in reversed(by_likely)}
-    kept = dict.fromkeys([*by_likely[:PROMISING], *leaders.values()])
-    far = {alike[family][0]: bounds[family].least for family in by_likely if family not in kept}
-    return [spec for family in kept for spec in alike[family]], far
+    bounds = _bounds({family: choices[specs[0]].plans for family, specs in alike.items()}, group, workload)
+    by_estimate = sorted(alike, key=lambda family: bounds[family].estimate)
+    leaders = {family[0]: family for family in reversed(by_estimate)}
+    kept = dict.fromkeys([*by_estimate[:PROMISING], *leaders.values()])
+    untried = {alike[family][0]: bounds[family].lower_bound for family in by_estimate if family not in kept}
+    return [spec for family in kept for spec in alike[family]], untried
 
 
 def _needed(found: Candidate, workload: Workload) -> int:
@@ -261,7 +261,7 @@ def _needed(found: Candidate, workload: Workload) -> int:
 def _faster_in_rounds(
     choices: Mapping[str, Candidate],
     ranked: Mapping[str, Prediction],
-    place: GroupDevices,
+    group: GroupDevices,
     workload: Workload,
     room: float,
     fixed: Mapping[str, Any],
@@ -276,7 +276,7 @@ def _faster_in_rounds(
         both = in_rounds(choices[spec], workload), in_token_rounds(choices[spec], workload, fixed)
         for more in chain(*both):
             if _needed(more, workload) <= room:
-                predicted = _predict(more.plans, place, workload)
+                predicted = _predict(more.plans, group, workload)
                 if predicted.seconds < (1 - GAIN) * ranked[spec].seconds:
                     found[more.choice.spec] = predicted
     return found
@@ -287,7 +287,7 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
     alike = defaultdict[tuple, list[str]](list)
     found = dict[str, Prediction]()
     for spec, (plan, _) in choices.items():
-        alike[plan.layout, plan.head_parallel_size, plan.placement, plan.rounds].append(spec)
+        alike[plan.layout, plan.head_parallel_size, plan.placement, plan.head_rounds].append(spec)
     for specs in alike.values():
         first = min(specs, key=lambda spec: ranked[spec].passes[0].seconds)
         second = min(specs, key=lambda spec: ranked[spec].passes[1].seconds)
@@ -299,19 +299,19 @@ def _mixed(choices: Mapping[str, tuple[Plan, ...]], ranked: Mapping[str, Predict
 
 def memory(plan: Plan, workload: Workload) -> int:
     """Bytes that a pass takes beyond its queries, keys and values, on the first or the last rank of the steps."""
-    return round(pass_buffers(plan, workload.shape(plan.size), {0, plan.n - 1}))
+    return round(pass_buffers(plan, workload.shape(plan.all_ranks), {0, plan.n - 1}))
 
 
-def _q_transfer_blocks(workload: Workload, place: GroupDevices, head_parallel_size: int) -> float:
+def _q_transfer_blocks(workload: Workload, group: GroupDevices, head_parallel_size: int) -> float:
     """How long a message of queries takes on the slowest link between neighbours, in forward blocks."""
-    n = place.n
+    n = group.n
     if head_parallel_size == n:
         return 1.0
     plan = parse_spec("ring", layout="cyclic", head_parallel_size=head_parallel_size).plan(n)
-    waiting = max(1.0, n / (place.cluster.shared_cores or n))  # for a processor
-    block = _block_time(plan, place, workload).seconds((1,), (0,)) * waiting
+    waiting = max(1.0, n / (group.cluster.shared_cores or n))  # for a processor
+    block = _block_time(plan, group, workload).seconds((1,), (0,)) * waiting
     size = chunk_bytes(plan, T.Q, workload.shape(n), swap=False)
-    links = Links(place.cluster, devices=place.devices, others=place.others)
+    links = Links(group.cluster, devices=group.devices, others=group.others)
     seconds = defaultdict[tuple, float](float)
     for rank in range(n):
         for link in links.path(rank, (rank + head_parallel_size) % n).links:

@@ -16,7 +16,7 @@ from megatron.context_parallel.cluster.step.attention_pass import (
 )
 from megatron.context_parallel.cluster.step.memory import fullest
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
-from megatron.context_parallel.cluster.step.stage_time import EXPOSED, OPTIMIZER, SHARED, AttentionTime
+from megatron.context_parallel.cluster.step.stage_time import DATA_PARALLEL, EXPOSED, OPTIMIZER, AttentionTime
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
 from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig, loss_chunk
 from megatron.context_parallel.errors import UsageError
@@ -101,9 +101,8 @@ def search_steps(model: ModelShape, cluster: Cluster, base: TrainConfig, every_s
             far += 1
             continue
         group, *others = split.groups("context")
-        place = GroupDevices(cluster, group, others)
         most = SIMULATED if len(splits) == 1 else SIMULATED_OF_MANY
-        found = search(workload_of(model, split), place, most=most)
+        found = search(workload_of(model, split), GroupDevices(cluster, group, others), max_simulated=most)
         rejected += found.rejected
         specs = _taken([*found.ranked], found.slower)
         slower += len(found.ranked) + len(found.slower) - len(specs)
@@ -128,7 +127,8 @@ def _least(model: ModelShape, run: TrainConfig, cluster: Cluster) -> float:
     least = math.inf
     for stages in _virtual_stages(model, run, cluster):
         parts = forecast_step(model, replace(run, **stages), cluster, ideal).parts
-        least = min(least, sum(seconds for what, seconds in parts.items() if what not in (EXPOSED, SHARED, OPTIMIZER)))
+        left_out = EXPOSED, DATA_PARALLEL, OPTIMIZER
+        least = min(least, sum(seconds for what, seconds in parts.items() if what not in left_out))
     return least
 
 

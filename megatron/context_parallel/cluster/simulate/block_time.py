@@ -66,8 +66,8 @@ class BlockTime:
         self.length = length
         self.shares = seen_shares(plan.layout, plan.n, mask, length)
         self.rows = length / plan.n
-        self.many = plan.size > MANY_RANKS
-        heads = shape.heads / plan.head_parts * (shape.rows * plan.size / length)  # times batch
+        self.many = plan.all_ranks > MANY_RANKS
+        heads = shape.heads / plan.head_parts * (shape.rows * plan.all_ranks / length)  # times batch
         self.operations = 2 * heads * (shape.head_dim + (shape.value_dim or shape.head_dim))  # a seen pair of rows
         self.query_numbers = heads * self.rows * shape.head_dim
         self.key_numbers = 2 * self.query_numbers * max(shape.kv_heads, plan.head_parts) / shape.heads
@@ -153,7 +153,7 @@ class BlockTime:
         gathered keys has the queries of one progression: two that are neighbours count as if keys lay between them.
         """
         small = self.shares.small
-        rows = small.q.rows(q)
+        rows = small.q.rows[q]
         full = 0.0
         squares = list[float]()
         for piece in small.pieces(q, kv_chunks):

@@ -91,11 +91,11 @@ def simulate(
         PlanError: as `trace`.
     """
     devices = devices or range(cluster.ranks)
-    if len(devices) != plan.size:
-        raise UsageError(f"{cluster.name}: {len(devices)} devices for {plan.size} ranks; give {plan.size} devices")
+    if len(devices) != (ranks := plan.all_ranks):
+        raise UsageError(f"{cluster.name}: {len(devices)} devices for {ranks} ranks; give {ranks} devices")
     if blocks is None:
-        blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.size // batch, dtype)
-    folded = plan.size > all_up_to and rows is None and starts is None
+        blocks = BlockTime(cluster.device, plan, shape, mask or Mask(), shape.rows * plan.all_ranks // batch, dtype)
+    folded = plan.all_ranks > all_up_to and rows is None and starts is None
     symmetry = _symmetry(plan, blocks, period_of_links(cluster, devices)) if folded else Symmetry.none(plan)
     links = Links(cluster, symmetry.representative, devices, others)
     costs = _Costs(plan, shape, blocks, links, symmetry, rows)
@@ -148,11 +148,11 @@ class _Costs:
         self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
         self.held = {t: chunk_bytes(plan, t, shape, False, sent=False) for t in T}
 
-    def block(self, group: int, rank: int, attend: Attend, turn: int) -> Task:
+    def block(self, group: int, rank: int, attend: Attend, round_index: int) -> Task:
         plan, blocks = self.plan, self.blocks
         if plan.token_rounds > 1 and isinstance(blocks, BlockTime) and blocks.mask.plain:
-            return self._on_rank(group, rank, blocks.of_range(plan.range_of(turn), plan.token_rounds))
-        return self._on_rank(group, rank, attend.share * plan.block_share(turn) * blocks(attend))
+            return self._on_rank(group, rank, blocks.of_range(plan.range_of(round_index), plan.token_rounds))
+        return self._on_rank(group, rank, attend.share * plan.block_share(round_index) * blocks(attend))
 
     def overhead(self, group: int, rank: int, work: Overhead) -> Task | None:
         memory = self.memory
@@ -173,7 +173,7 @@ class _Costs:
                 seconds += self.cluster.device.pass_us * 1e-6
             moved = 0
             if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
-                moved = 4 * self.bytes[T.DO, True] * self.plan.turns
+                moved = 4 * self.bytes[T.DO, True] * self.plan.rounds
             seconds += moved / memory
         return self._on_rank(group, rank, seconds) if seconds else None
 
@@ -239,7 +239,7 @@ class _Costs:
         if group is not None:
             sender, receiver = self.ranks[group][sender], self.ranks[group][receiver]
         path, pair = self.links.path(sender, receiver), self.symmetry.pair(sender, receiver)
-        alone = group is None and self.plan.turns == 1  # swaps of rounds share the links with the messages of the steps
+        alone = group is None and self.plan.rounds == 1  # swaps of rounds share the links with the steps' messages
         uses = [self.flows.resource((link.name, alone), link.rate, link.crowding, link.groups) for link in path.links]
         if path.stream and group is not None:  # LoongTrain's SeqAlltoAll is faster between two ranks than its rings
             uses.append(self.flows.resource(("stream", pair), path.stream))

@@ -83,7 +83,7 @@ def _met_rows(mask: Mask, layout: str, n: int, length: int) -> MetRows:
 
 def simulated_rows(plan: Plan, mask: Mask, length: int) -> RowSets | None:
     """The same for a simulation, which has to simulate every rank then: of many ranks whole chunks."""
-    return attention_rows(plan, mask, length) if plan.size <= MANY_RANKS else None
+    return attention_rows(plan, mask, length) if plan.all_ranks <= MANY_RANKS else None
 
 
 def attention_forecast(
@@ -163,7 +163,7 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
         plan = attention_plan(model, run, backward)
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
         cut = None
-        if run.implementation == "cpu":
+        if run.on_cpu:
             cut = small_blocks(plan.layout, plan.n, attention_mask(model), run.seq_length)
         most = max(most, pass_buffers(plan, shape, ranks, cut))
     return round(most)
@@ -177,7 +177,7 @@ def pass_buffers(plan: Plan, shape: Shape, ranks: Iterable[int], cut: Blocks | N
     kernels = BlockMemory(plan, shape, cut)
     if plan.backward and plan.token_rounds > 1:
         return token_rounds_bytes(plan, shape, kernels)
-    whole = replace(plan, rounds=1)
+    whole = replace(plan, head_rounds=1)
     own = chunk_bytes(whole, T.Q, shape, False) + chunk_bytes(whole, T.KV, shape, False)
     if plan.backward and plan.keeps_swapped:  # also the output gradient as it came
         own -= shape.itemsize * shape.rows * shape.heads * shape.head_dim

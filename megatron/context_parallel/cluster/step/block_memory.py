@@ -23,9 +23,9 @@ class BlockMemory:
         self.plan, self.shape, self.blocks = plan, shape, blocks
         self.part = shape.itemsize / 4
         # Bytes of a chunk in float32, for the heads of a round.
-        self.queries = 4 * shape.rows * shape.heads * shape.head_dim // plan.rounds
+        self.queries = 4 * shape.rows * shape.heads * shape.head_dim // plan.head_rounds
         self.kv_heads = max(shape.kv_heads, plan.head_parts)  # of all ranks of a head group, with replicas
-        self.keys = 4 * shape.rows * self.kv_heads * shape.head_dim // plan.rounds
+        self.keys = 4 * shape.rows * self.kv_heads * shape.head_dim // plan.head_rounds
         self.grouped = self.queries > self.keys
 
     def of_steps(self, rank: int) -> list[float]:
@@ -56,7 +56,7 @@ class BlockMemory:
         if self.blocks is None:
             computing, results = self._fused(1, count)
             return gathered + max(attend.share * computing - counted, attend.share * results)
-        rows = self.blocks.q.rows(chunk)
+        rows = self.blocks.q.rows[chunk]
         most = 0.0
         for piece in self.blocks.pieces(chunk, attend.kv_chunks):
             q = len(range(*piece.q.indices(rows))) / rows
@@ -66,9 +66,9 @@ class BlockMemory:
             counted = 0
         return gathered + most
 
-    def of_token_round(self, turn: int) -> float:
+    def of_token_round(self, round_index: int) -> float:
         """The most bytes in a round of tokens: of its partial gradients, and of kernels at work on its queries."""
-        number, rounds = self.plan.range_of(turn), self.plan.token_rounds
+        number, rounds = self.plan.range_of(round_index), self.plan.token_rounds
         each, end = 1 / rounds, (number + 1) / rounds
         partials = each * self.queries + 2 * end * self.keys
         if self.blocks is None:
@@ -104,7 +104,7 @@ def partial_gradients_bytes(plan: Plan, shape: Shape) -> int:
     They are the partial gradients of a round, their sums so far if the gradients are in 16 bits, and copies of keys and
     values for the ranks that share them.
     """
-    if plan.rounds == 1 or plan.head_parts <= shape.kv_heads:
+    if plan.head_rounds == 1 or plan.head_parts <= shape.kv_heads:
         return 0
     received = chunk_bytes(plan, T.DKV, shape, True)
     heads = min(shape.kv_heads, plan.head_parallel_size)  # with partial gradients in a round
@@ -137,21 +137,21 @@ def token_rounds_bytes(plan: Plan, shape: Shape, kernels: BlockMemory) -> float:
     others = (plan.head_parallel_size - 1) / plan.head_parallel_size
     messages = 2 * others / plan.token_rounds  # of a number: packed and received
     most = 0.0
-    for turn in range(plan.token_rounds):
+    for round_index in range(plan.token_rounds):
         size = shape.itemsize * queries * (1 + 1 / plan.token_rounds)  # the output gradient as it came, and swapped
-        if turn < plan.token_rounds - 1:
+        if round_index < plan.token_rounds - 1:
             size += messages * shape.itemsize * queries
-        if turn:
+        if round_index:
             size += 4 * keys + shape.itemsize * queries + of_keys * own_keys
             size += messages * (shape.itemsize * queries + of_keys * keys)
-        most = max(most, size + kernels.of_token_round(turn))
+        most = max(most, size + kernels.of_token_round(round_index))
     return most
 
 
 def packed_bytes(plan: Plan, shape: Shape) -> float:
     """With several rounds: bytes of the messages of two swaps in flight, beyond what `peak_bytes` counts of them."""
-    if plan.rounds == 1:
+    if plan.head_rounds == 1:
         return 0.0
     others = (plan.head_parallel_size - 1) / plan.head_parallel_size
-    swapped = sum(chunk_bytes(plan, t, shape, True) for op in (*plan.before, *plan.after) for t in op.tensors)
+    swapped = sum(chunk_bytes(plan, t, shape, True) for op in plan.swaps for t in op.tensors)
     return (2 * others - 1) * swapped

@@ -87,12 +87,12 @@ def documents_forecast(
         placed: the documents get a placement of their own. Otherwise tokens lie as the strategy's layout says.
     """
     n, choice, shape = run.context_parallel_size, parse_spec(run.cp_strategy), attention_shape(model, run)
-    steps_on = choice.plan(n).n
+    step_ranks = choice.plan(n).n
     mask = attention_mask(model)
     if placed:
-        split = _placed(documents, mask, steps_on, costs_of_run(model, run, cluster))
+        split = _placed(documents, mask, step_ranks, costs_of_run(model, run, cluster))
     else:
-        split = _static(documents, mask, steps_on, choice.layout, run.seq_length)
+        split = _static(documents, mask, step_ranks, choice.layout, run.seq_length)
     met, visible_pairs, pairs = split
     group, *others = run.groups("context")
     received = np.zeros(n, np.int64)
@@ -102,7 +102,7 @@ def documents_forecast(
             n, visible_pairs=visible_pairs, backward=backward, heads=shape.heads, kv_heads=shape.kv_heads
         )
         plan = replace(plan, token_rounds=1)  # as `Plans` does for documents
-        rows = RowSets(plan, met) if placed or steps_on <= ROWS_UP_TO else None
+        rows = RowSets(plan, met) if placed or step_ranks <= ROWS_UP_TO else None
         received += [received_bytes(plan, rank, shape, rows) for rank in range(n)]
         blocks = _block_seconds(cluster, plan, shape, run.dtype, pairs)
         devices = cluster.part(run.world_size)

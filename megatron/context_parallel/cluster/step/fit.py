@@ -124,7 +124,7 @@ def _offloading(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
         flags, fields = "--offload-checkpoints ", {"offload_checkpoints": True}
         yield Change(flags.strip(), fields)
     sharding = run.data_parallel_sharding_strategy
-    if run.implementation == "cpu" or run.optimizer_cpu_offload:
+    if run.on_cpu or run.optimizer_cpu_offload:
         return
     if run.use_torch_fsdp2 and run.tensor_model_parallel_size == 1:
         yield Change(f"{flags}--optimizer-cpu-offload", fields | {"optimizer_cpu_offload": True})

@@ -124,7 +124,7 @@ class LayerTime:
     @property
     def _traffic(self) -> Traffic:
         """Megatron-core's layers on a CPU are PyTorch's operations one by one. Its LayerNorm is one of them."""
-        if self.run.implementation != "cpu":
+        if not self.run.on_cpu:
             return FUSED
         return EAGER if self.model.normalization == "RMSNorm" else EAGER._replace(norms=4, hidden_back=12)
 

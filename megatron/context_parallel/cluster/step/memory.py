@@ -54,11 +54,6 @@ def peak(model: ModelShape, run: TrainConfig, stage: int = 0) -> Moment:
     return max(moments(model, run, stage), key=lambda moment: moment.bytes)
 
 
-def fullest_stage(model: ModelShape, run: TrainConfig) -> int:
-    """The pipeline stage whose ranks need the most memory."""
-    return fullest(model, run)[0]
-
-
 def fullest(model: ModelShape, run: TrainConfig) -> tuple[int, Moment]:
     """The pipeline stage whose ranks need the most memory, and the moment at which they do."""
     peaks = [(stage, peak(model, run, stage)) for stage in range(run.pipeline_model_parallel_size)]
@@ -70,10 +65,10 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     if run.use_torch_fsdp2:
         return list(_moments_of_fsdp2(model, run))
     stages, tensor = run.pipeline_model_parallel_size, run.tensor_model_parallel_size
-    count = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
+    parameters = model.parameters_on_stage(stage, stages, tensor, model.expert_model_parallel_size)
     # The optimizer of all experts is sharded over data x context ranks, whether experts are sharded or not.
-    updated = model.parameters_on_stage(stage, stages, tensor) if run.shards("optim") > 1 else count
-    states = list(_states(model, run, count, updated))
+    updated = model.parameters_on_stage(stage, stages, tensor) if run.shards("optim") > 1 else parameters
+    states = list(_states(model, run, parameters, updated))
     inputs = states + list(_inputs(model, run, stage))
     layers = _LayerCounts(model, run)
     found, in_flight = [], _in_flight(run, stage)
@@ -84,12 +79,12 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
         BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass"
     )
     found.append(Moment(ATTENTION, [*inputs, *layers.at_work(in_flight, 1), _residual(model, run), attention]))
-    if run.implementation == "cpu" and run.shards("optim") > run.shards("grads"):
-        copy = MemoryItem(REDUCTION, 4 * count, "gloo's reduce-scatter copies the gradients")
+    if run.on_cpu and run.shards("optim") > run.shards("grads"):
+        copy = MemoryItem(REDUCTION, 4 * parameters, "gloo's reduce-scatter copies the gradients")
         found.append(Moment(REDUCTION, [*states, copy]))
     resting = [item for item in states if item.what not in (GATHERED, GRADIENTS)]
     if run.shards("grads") > 1:
-        found.append(Moment(GRADIENTS, [*resting, _waiting_gradients(model, run, count)]))
+        found.append(Moment(GRADIENTS, [*resting, _waiting_gradients(model, run, parameters)]))
     found.append(Moment(OPTIMIZER, [*resting, _update(model, run, updated)]))
     return found
 
@@ -99,9 +94,9 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
 
     Between the second layer of the backward pass and the last but one, memory grows or falls evenly.
     """
-    count = _parameters_of_fsdp2(model, run)
-    yield _building_of_fsdp2(model, run, count)
-    resting, inputs = list(_shards_of_fsdp2(model, run, count)), list(_inputs(model, run, 0))
+    parameters = _parameters_of_fsdp2(model, run)
+    yield _building_of_fsdp2(model, run, parameters)
+    resting, inputs = list(_shards_of_fsdp2(model, run, parameters)), list(_inputs(model, run, 0))
     forward = _whole_of_fsdp2(model, run, 1, 0)[:1]
     yield Moment(HEAD, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _head(model, run)])
     last = model.num_layers - 1
@@ -109,25 +104,25 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
         for moment in _layer_of_fsdp2(model, run, done):
             yield moment._replace(items=[*resting, *inputs, *moment.items])
     root = _root_of_fsdp2(model, run)
-    copies = 8 if run.implementation == "cpu" else 4 + run.itemsize  # in float32, and gloo's or those in the dtype
+    copies = 8 if run.on_cpu else 4 + run.itemsize  # in float32, and gloo's or those in the dtype
     gathered = _whole_of_fsdp2(model, run, 0, model.num_layers)[0]
     shards = run.shards("grads")
-    size = 0 if run.shards_on_host else 4 * count // shards
+    size = 0 if run.shards_on_host else 4 * parameters // shards
     sharded = MemoryItem("gradients", size, f"4 bytes (float32) / {shards} data x context ranks that shard it")
     whole = MemoryItem(GRADIENTS, root * copies, f"{root:,} numbers of the output layer")
     yield Moment(REDUCTION, [*resting, gathered, sharded, whole])
-    yield Moment(OPTIMIZER, [*resting, sharded, _update(model, run, count)])
+    yield Moment(OPTIMIZER, [*resting, sharded, _update(model, run, parameters)])
 
 
-def _building_of_fsdp2(model: ModelShape, run: TrainConfig, count: int) -> Moment:
+def _building_of_fsdp2(model: ModelShape, run: TrainConfig, parameters: int) -> Moment:
     """The whole model, while one of its first parts is converted to float32 and sharded."""
     layer, shards = model.layer_parameters(run.tensor_model_parallel_size), run.shards("params")
-    embedding = count - model.num_layers * layer - _root_of_fsdp2(model, run)  # 0 if it is tied
+    embedding = parameters - model.num_layers * layer - _root_of_fsdp2(model, run)  # 0 if it is tied
     part = max(layer, embedding)
-    whole = f"{count - part:,} parameters x {run.itemsize} bytes that are not sharded yet"
+    whole = f"{parameters - part:,} parameters x {run.itemsize} bytes that are not sharded yet"
     one = f"{part:,} parameters of a layer or the embedding x 4 bytes (float32), and again / {shards} ranks"
     items = [
-        MemoryItem("weights", (count - part) * run.itemsize, whole),
+        MemoryItem("weights", (parameters - part) * run.itemsize, whole),
         MemoryItem("a part in float32", 4 * part + 4 * part // shards, one),
     ]
     return Moment(BUILDING, items)
@@ -135,7 +130,7 @@ def _building_of_fsdp2(model: ModelShape, run: TrainConfig, count: int) -> Momen
 
 def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[Moment]:
     """Moments of the backward pass of a layer, with `done` layers behind it, without shards and inputs."""
-    tensor, on_cpu = run.tensor_model_parallel_size, run.implementation == "cpu"
+    tensor = run.tensor_model_parallel_size
     layer, ahead = model.layer_parameters(tensor), done < model.num_layers - 1
     layers, residual = _LayerCounts(model, run, done), _residual(model, run)
     whole = _whole_of_fsdp2(model, run, 1 + ahead, done)
@@ -143,7 +138,7 @@ def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[
     def gradients(numbers: int, formula: str, size: int = run.itemsize) -> MemoryItem:
         return MemoryItem("gradients of a layer", numbers * size, f"{numbers:,} numbers{formula}")
 
-    if on_cpu and ahead:
+    if run.on_cpu and ahead:
         copy = MemoryItem(
             "gloo's copy", layer * run.itemsize, f"1 layer of {layer:,} parameters x {run.itemsize} bytes"
         )
@@ -155,17 +150,17 @@ def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[
     yield Moment(ATTENTION, [*later, gradients(layer - product, ""), buffers])
     yield Moment(END, [*later, gradients(layer, ""), _first_product(model, run)])
     reduced = _whole_of_fsdp2(model, run, int(ahead), done + 1)
-    copies = gradients(layer, ", copied while they are summed", 4 if on_cpu else run.itemsize)
+    copies = gradients(layer, ", copied while they are summed", 4 if run.on_cpu else run.itemsize)
     yield Moment(REDUCTION, [*reduced, *_LayerCounts(model, run, done + 1).kept(1), residual, copies])
 
 
-def _shards_of_fsdp2(model: ModelShape, run: TrainConfig, count: int) -> Iterator[MemoryItem]:
+def _shards_of_fsdp2(model: ModelShape, run: TrainConfig, parameters: int) -> Iterator[MemoryItem]:
     """Weights and moments of a rank; none on the device if they are in host memory."""
     shards = run.shards("params")
     by = f" / {shards} data x context ranks that shard it" if shards > 1 else ""
     there = not run.shards_on_host
-    yield MemoryItem("weights", there * count * 4 // shards, f"{count:,} parameters x 4 bytes{by}")
-    yield MemoryItem("optimizer", there * count * 8 // shards, f"8 bytes (two moments){by}")
+    yield MemoryItem("weights", there * parameters * 4 // shards, f"{parameters:,} parameters x 4 bytes{by}")
+    yield MemoryItem("optimizer", there * parameters * 8 // shards, f"8 bytes (two moments){by}")
 
 
 def _whole_of_fsdp2(model: ModelShape, run: TrainConfig, layers: int, done: int) -> list[MemoryItem]:
@@ -227,23 +222,25 @@ def host_memory(model: ModelShape, run: TrainConfig, stage: int = 0) -> int:
 # ------------------------------------------------------------------------------------------ weights and the rest
 
 
-def _states(model: ModelShape, run: TrainConfig, count: int, updated: int) -> Iterator[MemoryItem]:
-    """Weights, gradients and optimizer, of `count` parameters; the optimizer has `updated`, over all that shard it."""
+def _states(model: ModelShape, run: TrainConfig, parameters: int, updated: int) -> Iterator[MemoryItem]:
+    """Weights, gradients and optimizer of a rank's parameters; the optimizer has `updated`, over all that shard it."""
     dtype = run.itemsize
     layer = model.layer_parameters(run.tensor_model_parallel_size)
     over = {what: run.shards(what) for what in ("params", "grads", "optim")}
     by = {what: f" / {n} data x context ranks that shard it" if n > 1 else "" for what, n in over.items()}
-    yield MemoryItem("weights", count * dtype // over["params"], f"{count:,} parameters x {dtype} bytes{by['params']}")
+    size = parameters * dtype // over["params"]
+    yield MemoryItem("weights", size, f"{parameters:,} parameters x {dtype} bytes{by['params']}")
     if over["params"] > 1:
         layers = _layers_within(GATHERED_AHEAD, model, run)
-        whole = count - model.num_layers // run.pipeline_model_parallel_size * layer  # embedding, output layer, norm
+        in_layers = model.num_layers // run.pipeline_model_parallel_size * layer
+        whole = parameters - in_layers  # embedding, output layer, norm
         size, formula = layers * layer + whole, f"({layers} layers of {layer:,} parameters + {whole:,}) x {dtype} bytes"
         yield MemoryItem(GATHERED, size * dtype, formula)
-        if run.implementation == "cpu":
+        if run.on_cpu:
             yield MemoryItem("gloo's copy", layer * dtype, f"1 layer of {layer:,} parameters x {dtype} bytes")
     size = run.grad_itemsize
     kind = "float32" if size == 4 else "16 bits"
-    yield MemoryItem("gradients", count * size // over["grads"], f"{size} bytes ({kind}){by['grads']}")
+    yield MemoryItem("gradients", parameters * size // over["grads"], f"{size} bytes ({kind}){by['grads']}")
     if over["grads"] > 1:
         yield MemoryItem(GRADIENTS, layer * 4, f"1 layer of {layer:,} parameters x 4 bytes")
     state, parts = (12, "float32 copy and two moments") if dtype == 2 else (8, "two moments")
@@ -254,14 +251,14 @@ def _states(model: ModelShape, run: TrainConfig, count: int, updated: int) -> It
     yield MemoryItem("optimizer", optimizer, f"{state} bytes ({parts}){by['optim']}")
 
 
-def _waiting_gradients(model: ModelShape, run: TrainConfig, count: int) -> MemoryItem:
+def _waiting_gradients(model: ModelShape, run: TrainConfig, parameters: int) -> MemoryItem:
     """Whole gradients that Megatron-FSDP has at the end of the backward pass."""
     layer = model.layer_parameters(run.tensor_model_parallel_size)
     reduced = layer
     whole = _layers_within(REDUCED_AT_ONCE, model, run) * layer
     if run.shards("params") == 1:  # all in one piece
-        reduced = whole = min(count, REDUCED_AT_ONCE + layer)
-    copy = reduced if run.implementation == "cpu" else 0  # gloo's, in the reduce-scatter
+        reduced = whole = min(parameters, REDUCED_AT_ONCE + layer)
+    copy = reduced if run.on_cpu else 0  # gloo's, in the reduce-scatter
     return MemoryItem(GRADIENTS, 4 * (whole + copy), f"4 bytes x {whole + copy:,} that are reduced")
 
 
@@ -294,9 +291,9 @@ def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryI
     if run.sequence_parallel:
         size = run.tokens * model.hidden_size * run.itemsize
         yield MemoryItem("gathered hidden states", size, "tokens x hidden size, for the tensor-parallel products")
-    if run.implementation == "cpu" and run.pipeline_model_parallel_size > 1:
+    if run.on_cpu and run.pipeline_model_parallel_size > 1:
         last = stage == run.pipeline_model_parallel_size - 1  # its last part makes a loss
-        size = round(_in_flight(run, stage) * run.turns - last) * _hidden(model, run)
+        size = round(_in_flight(run, stage) * run.virtual_stages - last) * _hidden(model, run)
         yield MemoryItem("pipeline outputs", size, "hidden states of each part in flight of a stage")
 
 
@@ -319,7 +316,7 @@ class _LayerCounts:
         if run.recompute_method == "uniform":
             self.recomputed, self.groups, self.working = layers, -(-layers // each), min(each, layers)
         else:
-            self.recomputed = self.groups = min(layers, run.turns * each)
+            self.recomputed = self.groups = min(layers, run.virtual_stages * each)
             # Layers that are kept are freed before the first recomputation.
             self.working = 1 if self.recomputed == layers else 0
         self.whole = layers - self.recomputed
@@ -396,10 +393,10 @@ def _hidden(model: ModelShape, run: TrainConfig) -> int:
 
 def _in_flight(run: TrainConfig, stage: int) -> float:
     """Micro batches whose activations a stage holds at once; an interleaved schedule counts in parts of a stage."""
-    stages, turns = run.pipeline_model_parallel_size, run.turns
-    if turns == 1:
+    stages, virtual = run.pipeline_model_parallel_size, run.virtual_stages
+    if virtual == 1:
         return min(stages - stage, run.micro_batches)
-    return min((stages * turns + stages - 1 - 2 * stage) / turns, run.micro_batches)
+    return min((stages * virtual + stages - 1 - 2 * stage) / virtual, run.micro_batches)
 
 
 # --------------------------------------------------------------------------------------------- work of a moment
@@ -460,14 +457,14 @@ def _end_of_recomputation(model: ModelShape, run: TrainConfig, chunks: int) -> i
     """Bytes where a recomputed layer ends: the MLP's output, with the bias, and with the residual."""
     if run.recompute_granularity != "full":
         return 0
-    hidden, on_cpu = _hidden(model, run), run.implementation == "cpu"
-    added = hidden * (1 + (model.add_bias_linear and on_cpu))
+    hidden = _hidden(model, run)
+    added = hidden * (1 + (model.add_bias_linear and run.on_cpu))
     if chunks > 1 and recomputed_anyway(run):  # no output
         return added
     if not run.sequence_parallel:
         return added + hidden
     whole = run.tokens * run.itemsize * model.hidden_size  # before the reduce-scatter, which gloo copies
-    return max(added + hidden, hidden + whole * (1 + on_cpu))
+    return max(added + hidden, hidden + whole * (1 + run.on_cpu))
 
 
 def _chunk_of_mlp(model: ModelShape, run: TrainConfig, chunks: int) -> int:

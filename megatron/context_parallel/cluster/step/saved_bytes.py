@@ -52,7 +52,7 @@ class Widths:
         self.keys = self.kv_heads * model.kv_channels
         self.inner = model.ffn_hidden_size // tensor
         self.vocabulary = model.padded_vocab_size // tensor
-        self.float32_norms = run.implementation == "cpu" and model.normalization == "RMSNorm"
+        self.float32_norms = run.on_cpu and model.normalization == "RMSNorm"
 
 
 def attention_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
@@ -144,7 +144,7 @@ def activation_vectors(model: ModelShape, run: TrainConfig) -> int:
 def _fuses_activation(model: ModelShape, run: TrainConfig) -> bool:
     """Whether the activation is one kernel. Of experts, only gated ones without biases have one."""
     own = model.num_experts and (model.add_bias_linear or not model.swiglu)
-    return run.implementation != "cpu" and not own
+    return not run.on_cpu and not own
 
 
 def _norm_and_output(model: ModelShape, run: TrainConfig, norm: str, after: str) -> dict[str, int]:
@@ -164,8 +164,8 @@ def _norm(model: ModelShape, run: TrainConfig, width: int) -> int:
 
 def _norm_beside_input(model: ModelShape, run: TrainConfig, width: int) -> int:
     if model.normalization == "LayerNorm":
-        return 2 * (run.itemsize if run.implementation == "cpu" else 4)
-    if run.implementation == "cpu":  # the normalized input in float32, and a float32 copy of another input
+        return 2 * (run.itemsize if run.on_cpu else 4)
+    if run.on_cpu:  # the normalized input in float32, and a float32 copy of another input
         return (4 if run.itemsize == 4 else 8) * width + 4
     return 4
 
@@ -212,7 +212,7 @@ def selective_states(run: TrainConfig, layers: float) -> Part:
 
 
 def _random_states(run: TrainConfig, checkpoints: float) -> Part:
-    states = round(2 * checkpoints) + 3 if run.implementation == "cpu" else round(checkpoints)
+    states = round(2 * checkpoints) + 3 if run.on_cpu else round(checkpoints)
     return Part("random states", RANDOM_STATE * states if checkpoints else 0)
 
 

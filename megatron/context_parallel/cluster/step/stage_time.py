@@ -14,41 +14,26 @@ from .mlp_chunks import mlp_chunks, recomputed_anyway
 from .model_shape import ModelShape
 from .train_config import TrainConfig
 
-# The parts of an iteration, in the order of tables.
-PARTS = (
-    "attention",
-    "attention's exposed communication",
-    "products of matrices",
-    "norms and the like",
-    "logits and loss",
-    "kernel launches",
-    "tensor-parallel traffic",
-    "expert-parallel traffic",
-    "pipeline traffic",
-    "pipeline bubble",
-    "host memory, exposed",
-    "gradients and weights, exposed",
-    "sums of gradients",
-    "optimizer",
-    "fixed cost",
-)
-(
-    ATTENTION,
-    EXPOSED,
-    PRODUCTS,
-    NORMS,
-    LOGITS,
-    LAUNCHES,
-    TENSOR,
-    EXPERTS,
-    PIPELINE,
-    BUBBLE,
-    HOST,
-    SHARED,
-    SUMS,
-    OPTIMIZER,
-    FIXED,
-) = PARTS
+# The kinds of time of an iteration, in the order of tables.
+ATTENTION = "attention"
+EXPOSED = "attention's exposed communication"
+PRODUCTS = "products of matrices"
+NORMS = "norms and the like"
+LOGITS = "logits and loss"
+LAUNCHES = "kernel launches"
+TENSOR = "tensor-parallel traffic"
+EXPERTS = "expert-parallel traffic"
+PIPELINE = "pipeline traffic"
+BUBBLE = "pipeline bubble"
+HOST = "host memory, exposed"
+DATA_PARALLEL = "gradients and weights, exposed"
+GRADIENT_SUMS = "sums of gradients"
+OPTIMIZER = "optimizer"
+FIXED = "fixed cost"
+KINDS = (
+    ATTENTION, EXPOSED, PRODUCTS, NORMS, LOGITS, LAUNCHES, TENSOR, EXPERTS, PIPELINE, BUBBLE, HOST, DATA_PARALLEL,
+    GRADIENT_SUMS, OPTIMIZER, FIXED,
+)  # fmt: skip
 MLP = ("fc1", "activation", "fc2")
 # What follows is from NVIDIA's configurations for MLPerf (`conf/tp_overlap`).
 SPLITS = 4  # parts of a product whose sum runs beside it (`num_splits`)
@@ -61,7 +46,7 @@ SecondsByKind = dict[str, float]
 AttentionTime = Callable[[ModelShape, TrainConfig, Cluster, bool], Attention]  # of a layer and micro batch; backward?
 
 
-def add(several: Iterable[SecondsByKind]) -> SecondsByKind:
+def sum_by_kind(several: Iterable[SecondsByKind]) -> SecondsByKind:
     """Seconds by kind, added up."""
     result: SecondsByKind = {}
     for parts in several:
@@ -93,17 +78,23 @@ class StageTime:
         self.layers = model.num_layers // run.pipeline_model_parallel_size
         self.first, self.last = stage == 0, stage == run.pipeline_model_parallel_size - 1
         forward, backward = self._pass(False), self._pass(True)
-        self.micro_batch = add((forward, backward))
+        self.micro_batch = sum_by_kind((forward, backward))
         self.filling = sum(self._filling(sum(parts.values()) - parts[PIPELINE]) for parts in (forward, backward))
+        self.once = self._once(stage, forward, backward)
+
+    def _once(self, stage: int, forward: SecondsByKind, backward: SecondsByKind) -> SecondsByKind:
+        """What a rank does once in an iteration: its part of the gradients, the weights and the optimizer."""
+        model, run = self.model, self.run
         sizes = stage, run.pipeline_model_parallel_size, run.tensor_model_parallel_size
-        count = model.parameters_on_stage(*sizes, model.expert_model_parallel_size)
-        shared = self._shared(count, *(parts[PRODUCTS] + parts[NORMS] for parts in (forward, backward)))
-        sums = (run.micro_batches - 1) * self.time.gradient_sum(count // run.shards("grads"))
+        parameters = model.parameters_on_stage(*sizes, model.expert_model_parallel_size)
+        hiding = (parts[PRODUCTS] + parts[NORMS] for parts in (forward, backward))
+        sharding = self._gradients_and_weights(parameters, *hiding) + self._tied_embedding()
+        sums = (run.micro_batches - 1) * self.time.gradient_sum(parameters // run.shards("grads"))
         if (shards := run.shards("optim")) > 1:  # all experts are
-            count = model.parameters_on_stage(*sizes)
-        optimizer = self.time.optimizer(count // shards) + self.time.weight_casts(self.layers)
-        shared += self._tied_embedding()
-        self.once = {SHARED: shared, SUMS: sums, OPTIMIZER: optimizer, FIXED: cluster.iteration_ms * 1e-3}
+            parameters = model.parameters_on_stage(*sizes)
+        optimizer = self.time.optimizer(parameters // shards) + self.time.weight_casts(self.layers)
+        fixed = self.cluster.iteration_ms * 1e-3
+        return {DATA_PARALLEL: sharding, GRADIENT_SUMS: sums, OPTIMIZER: optimizer, FIXED: fixed}
 
     def _pass(self, backward: bool) -> SecondsByKind:
         several = [self._layers(self.layers, backward), self._attention(self.layers, backward)]
@@ -111,23 +102,23 @@ class StageTime:
             several += self._recomputed()
             if mlp_chunks(self.model, self.run) > 1 and not recomputed_anyway(self.run):
                 several.append(self._mlp_again())
-        several.append({HOST: self._host(backward, sum(add(several).values()))})
+        several.append({HOST: self._offloading(backward, sum(sum_by_kind(several).values()))})
         if self.first:
-            several.append(self._work(self.time.embedding(backward)))
+            several.append(self._kernels(self.time.embedding(backward)))
         if self.last:
             logits = self.time.logits(backward)
-            several += [{LOGITS: logits.gemm + logits.moving}, self._work(KernelTime(0.0, 0.0, logits.kernels))]
-        several.append({TENSOR: self._tensor_at_ends(backward)})
-        parts = add(several)
+            several += [{LOGITS: logits.gemm + logits.moving}, self._kernels(KernelTime(0.0, 0.0, logits.kernels))]
+        several.append({TENSOR: self._tensor_of_ends(backward)})
+        parts = sum_by_kind(several)
         return parts | {PIPELINE: self._pipeline(sum(parts.values()))}
 
-    def _work(self, work: KernelTime) -> SecondsByKind:
+    def _kernels(self, work: KernelTime) -> SecondsByKind:
         launches = work.kernels * self.cluster.device.kernel_us * 1e-6
         return {PRODUCTS: work.gemm, NORMS: work.moving, LAUNCHES: launches}
 
     def _layers(self, count: int, backward: bool) -> SecondsByKind:
-        parts = self._work(self.time.layer(backward))
-        parts[PRODUCTS] += self._slower_beside(backward, *self.time.products)
+        parts = self._kernels(self.time.layer(backward))
+        parts[PRODUCTS] += self._slowdown_of_products(backward, *self.time.products)
         parts |= {TENSOR: self._tensor_of_layer(backward), EXPERTS: self._experts_of_layer()}
         return {name: count * seconds for name, seconds in parts.items()}
 
@@ -140,14 +131,14 @@ class StageTime:
         for model, layers in kinds:
             seconds = self.attention(model, self.run, self.cluster, backward)
             several.append({ATTENTION: layers * seconds.compute, EXPOSED: layers * seconds.exposed})
-        return add(several)
+        return sum_by_kind(several)
 
     @property
     def _recomputed_layers(self) -> int:
         """Layers that full recomputation computes again."""
         if self.run.recompute_method == "uniform":
             return self.layers
-        return min(self.layers, self.run.turns * (self.run.recompute_num_layers or 0))
+        return min(self.layers, self.run.virtual_stages * (self.run.recompute_num_layers or 0))
 
     def _recomputed(self) -> list[SecondsByKind]:
         """Forward passes that the backward pass repeats; where attention's output is kept, only its swap of heads."""
@@ -185,8 +176,8 @@ class StageTime:
 
     def _forward(self, count: float, *names: str) -> SecondsByKind:
         """Some parts of the forward pass of `count` layers (`LayerTime.forward_parts`)."""
-        parts = self._work(self.time.forward(*names)) | {TENSOR: self._tensor_of_products(*names)}
-        parts[PRODUCTS] += self._slower_beside(False, *names)
+        parts = self._kernels(self.time.forward(*names)) | {TENSOR: self._tensor_of_products(*names)}
+        parts[PRODUCTS] += self._slowdown_of_products(False, *names)
         if "dispatch" in names:
             parts[EXPERTS] = self._experts_of_layer()
         return {name: count * seconds for name, seconds in parts.items()}
@@ -213,7 +204,8 @@ class StageTime:
         products = self.time.backward_products
         beside = [products[name] for name in ("qkv", "fc1")]
         if self.run.sequence_parallel:
-            gathers = sum(self._beside(products[name], one) for name in ("proj", "fc2"))  # gradients of outputs
+            outputs = (products[name] for name in ("proj", "fc2"))  # their gradients are gathered
+            gathers = sum(self._exposed_traffic(product, one) for product in outputs)
             return gathers + 2 * sum(max(0.0, one - product) for product in beside)
         return sum(max(0.0, 2 * one - product) for product in beside)
 
@@ -224,17 +216,17 @@ class StageTime:
         one = self._ring("tensor").seconds(self._hidden_states())
         before, after = (one, one) if self.run.sequence_parallel else (0.0, 2 * one)
         products = {name: seconds for name, seconds in self.time.products.items() if name in names}
-        gathers = sum(self._beside(products[name], before) for name in ("qkv", "fc1") if name in products)
-        sums = [self._beside(products[name], after, after / SPLITS) for name in ("proj", "fc2") if name in products]
-        return gathers + sum(sums)
+        gathers = sum(self._exposed_traffic(products[name], before) for name in ("qkv", "fc1") if name in products)
+        summed = [products[name] for name in ("proj", "fc2") if name in products]
+        return gathers + sum(self._exposed_traffic(product, after, after / SPLITS) for product in summed)
 
-    def _beside(self, product: float, seconds: float, last: float = 0.0) -> float:
+    def _exposed_traffic(self, product: float, seconds: float, last: float = 0.0) -> float:
         """Seconds of its tensor-parallel traffic that a product does not hide: of a sum at least the `last` part."""
         if not self.run.tp_comm_overlap:
             return seconds
         return max(last, seconds - product)
 
-    def _slower_beside(self, backward: bool, *names: str) -> float:
+    def _slowdown_of_products(self, backward: bool, *names: str) -> float:
         """Seconds that products of a layer take longer: traffic beside them takes multiprocessors."""
         if self.run.tensor_model_parallel_size == 1 or not self.run.tp_comm_overlap:
             return 0.0
@@ -253,12 +245,12 @@ class StageTime:
         if over == 1:
             return 0.0
         sharers = self.run.groups("context", "data")
-        groups = tuple(part for group in sharers for part in _parts(group, len(group) // over))
+        groups = tuple(part for group in sharers for part in _split(group, len(group) // over))
         if self.run.moe_token_dispatcher_type == "allgather":  # every rank gets the tokens of all
             return 2 * ring(self.cluster, groups).seconds(over * self._hidden_states())
         return 2 * all_to_all(self.cluster, groups).seconds(self.model.moe_router_topk * self._hidden_states())
 
-    def _tensor_at_ends(self, backward: bool) -> float:
+    def _tensor_of_ends(self, backward: bool) -> float:
         """The same of embedding, logits and loss."""
         if self.run.tensor_model_parallel_size == 1:
             return 0.0
@@ -275,8 +267,8 @@ class StageTime:
 
     def _pipeline(self, busy: float) -> float:
         """Seconds of a pass that wait for the next stage. An interleaved pipeline sends while it computes."""
-        seconds = self.run.turns * self._to_next_stage()
-        return seconds if self.run.turns == 1 else max(0.0, seconds - busy)
+        seconds = self.run.virtual_stages * self._to_next_stage()
+        return seconds if self.run.virtual_stages == 1 else max(0.0, seconds - busy)
 
     def _filling(self, busy: float) -> float:
         """Seconds of all passes that wait for the next stage while an interleaved pipeline fills, or empties.
@@ -287,10 +279,10 @@ class StageTime:
         computes both ways.
         """
         run = self.run
-        if run.turns == 1:
+        if run.virtual_stages == 1:
             return 0.0
-        messages = run.turns * run.pipeline_model_parallel_size - 1
-        return messages * min(self._to_next_stage(), busy / run.turns)  # what a part does not hide always counts
+        messages = run.virtual_stages * run.pipeline_model_parallel_size - 1
+        return messages * min(self._to_next_stage(), busy / run.virtual_stages)  # the rest always counts
 
     def _to_next_stage(self) -> float:
         """Seconds of the messages from each stage to the next, all at once."""
@@ -312,7 +304,7 @@ class StageTime:
         size = model.padded_vocab_size * model.hidden_size // run.tensor_model_parallel_size
         return 2 * rate.seconds(run.grad_itemsize * size)
 
-    def _host(self, backward: bool, busy: float) -> float:
+    def _offloading(self, backward: bool, busy: float) -> float:
         """Seconds of a pass that wait for copies to host memory, or back; its layers hide them for `busy` seconds.
 
         What the first layer of the backward pass needs, nothing hides.
@@ -331,23 +323,23 @@ class StageTime:
             size = (self.layers - 1) * first
         return max(size / (1e9 * rate) - busy, first / (1e9 * rate) if backward else 0.0)
 
-    def _shared(self, parameters: int, forward: float, backward: float) -> float:
+    def _gradients_and_weights(self, parameters: int, forward: float, backward: float) -> float:
         """Seconds of an iteration that wait for gradients and weights of data and context ranks.
 
-        What overlaps is hidden by products and norms, `forward` and `backward` seconds of a micro batch, but not by
-        attention, whose messages use the links; that of one layer never is. Of several copies of a sharded state, each
-        gathers by itself, and each adds up its gradients before it adds those of the others.
+        Products and norms hide what overlaps, for `forward` and `backward` seconds of a micro batch. Attention does
+        not, because its messages use the links. What one layer sends is never hidden. Of several copies of a sharded
+        state, each gathers by itself, and adds up its gradients before it adds those of the others.
         """
         run = self.run
         if run.sharers == 1:
             return 0.0
         copies = run.num_distributed_optimizer_instances
         sharers = run.groups("context", "data")
-        rate = ring(self.cluster, tuple(part for group in sharers for part in _parts(group, copies)))
+        rate = ring(self.cluster, tuple(part for group in sharers for part in _split(group, copies)))
         gather = rate.seconds(run.gathered_itemsize * parameters) if run.shards("optim") > 1 else 0.0
         reduce = rate.seconds(run.grad_itemsize * parameters) * (1 if gather else 2)
         if copies > 1:  # an all-reduce of each shard
-            across = tuple(same for group in sharers for same in zip(*_parts(group, copies), strict=True))
+            across = tuple(same for group in sharers for same in zip(*_split(group, copies), strict=True))
             reduce += 2 * ring(self.cluster, across).seconds(run.grad_itemsize * parameters / run.shards("optim"))
 
         def exposed(busy: float, gathered: float, reduced: float) -> float:
@@ -361,7 +353,7 @@ class StageTime:
         return exposed(forward, gather, 0.0) + reductions * exposed(backward, 0.0, reduce)
 
 
-def _parts(group: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+def _split(group: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
     """`count` equal parts of a group, of neighbours."""
     size = len(group) // count
     return [group[start : start + size] for start in range(0, len(group), size)]

@@ -8,7 +8,7 @@ from megatron.context_parallel.errors import UsageError
 from .attention_pass import attention_seconds
 from .memory import Moment, fullest
 from .model_shape import ModelShape
-from .stage_time import BUBBLE, PARTS, PIPELINE, AttentionTime, StageTime
+from .stage_time import BUBBLE, KINDS, PIPELINE, AttentionTime, StageTime
 from .train_config import TrainConfig
 
 
@@ -18,7 +18,7 @@ class StepForecast:
 
     Attributes:
         seconds: of an iteration.
-        parts: the seconds by kind (`PARTS`), of a rank of the slowest pipeline stage. They add up to `seconds`.
+        parts: the seconds by kind (`KINDS`), of a rank of the slowest pipeline stage. They add up to `seconds`.
         mfu: the model's operations (`ModelShape.flops`) as a part of what the devices' peak allows.
         memory: the moment at which a rank of the stage that needs the most has the most memory.
         fits: whether the devices have enough memory.
@@ -54,9 +54,9 @@ def forecast_step(
     stages = [known[stage if stage in known else 1] for stage in range(last + 1)]  # those in the middle are alike
     micro = [sum(stage.micro_batch.values()) for stage in stages]
     slowest = max(range(len(stages)), key=lambda stage: micro[stage])
-    parts = dict.fromkeys(PARTS, 0.0) | {k: v * run.micro_batches for k, v in stages[slowest].micro_batch.items()}
+    parts = dict.fromkeys(KINDS, 0.0) | {k: v * run.micro_batches for k, v in stages[slowest].micro_batch.items()}
     parts[PIPELINE] += stages[slowest].filling
-    parts[BUBBLE] = (sum(micro) - micro[slowest]) / run.turns
+    parts[BUBBLE] = (sum(micro) - micro[slowest]) / run.virtual_stages
     parts |= stages[slowest].once
     seconds = sum(parts.values())
     flops = model.flops_per_sequence(run.seq_length) * run.global_batch_size

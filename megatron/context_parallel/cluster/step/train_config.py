@@ -184,7 +184,12 @@ class TrainConfig:
         return self.use_torch_fsdp2 and self.optimizer_cpu_offload
 
     @property
-    def turns(self) -> int:
+    def on_cpu(self) -> bool:
+        """Whether ranks compute on CPUs and communicate over gloo."""
+        return self.implementation == "cpu"
+
+    @property
+    def virtual_stages(self) -> int:
         """Parts that an interleaved pipeline splits a stage into."""
         return self.virtual_pipeline_model_parallel_size or 1
 

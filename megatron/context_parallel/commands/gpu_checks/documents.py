@@ -55,7 +55,7 @@ def measure_documents(report: CheckReport, sizes: CheckSizes, device: torch.devi
     n, length = sizes.document_ranks, sizes.document_tokens
     kernel = kernel_for(device, torch.bfloat16, sizes.speed_head_dims[-1])
     for strategy in CASES:
-        cps, times, waits = [AllRanks(n, strategy) for _ in range(AllRanks(n, strategy).plans.steps_on)], [], 0
+        cps, times, waits = [AllRanks(n, strategy) for _ in range(AllRanks(n, strategy).plans.step_ranks)], [], 0
         for turn in range(sizes.repeats + 1):
             mask = Mask(documents=Documents.after(end_tokens(length, sizes.documents, turn)))
             with synchronisations(device) as counted:

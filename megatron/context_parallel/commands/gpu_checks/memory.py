@@ -9,7 +9,7 @@ from megatron.context_parallel import AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.plan.liveness import peak
-from megatron.context_parallel.runtime.comm.transport import Program, run_here
+from megatron.context_parallel.runtime.comm.transport import Program, run_rank
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.placement import Placement
 
@@ -48,15 +48,15 @@ class _Done:
 class SilentTransport:
     """A transport that sends nothing: receive buffers keep their contents."""
 
-    can_sum = False
+    can_reduce = False
 
-    def world(self, peer: int) -> int:
+    def world_rank(self, peer: int) -> int:
         return peer
 
     def _nothing(self, *_: object) -> _Done:
         return _Done()
 
-    exchange = trade = all_gather = reduce_scatter = _nothing
+    exchange = all_to_all = all_gather = reduce_scatter = _nothing
 
 
 class OneRank(AllRanks):
@@ -72,7 +72,7 @@ class OneRank(AllRanks):
         return parts[0]
 
     def run(self, program: Callable[..., Program], plan: Plan, problem, parts: list[tuple]) -> list:
-        return [run_here(program(plan, problem, 0, SilentTransport(), *parts[0]))]
+        return [run_rank(program(plan, problem, 0, SilentTransport(), *parts[0]))]
 
 
 def formula(cp: OneRank, rows: int, heads: int, kv_heads: int, dim: int) -> float:

@@ -11,7 +11,7 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from megatron.context_parallel import STRATEGIES, AllRanks, ContextParallel, UsageError, context_parallel_attention
-from megatron.context_parallel.runtime.comm.communicators import joined
+from megatron.context_parallel.runtime.comm.communicators import group_of_this_rank
 from megatron.context_parallel.runtime.comm.torch_works import Work
 from megatron.context_parallel.runtime.comm.transport import TorchTransport
 
@@ -54,7 +54,7 @@ def check_calls(report: CheckReport, backend: str = "nccl") -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     for bound in (True, False) if on_gpu else (False,):
         with row_of(report, "calls of one rank", call="connect", bound=bound) as row, world_of_one(device, bound):
-            transport = TorchTransport(joined(None), "GPU check")
+            transport = TorchTransport(group_of_this_rank(None), "GPU check")
             transport.connect({(channel, (0,)) for channel in CHANNELS})
             for call, wrong in _calls(transport, device):
                 verdict = "FAIL" if wrong else "PASS"
@@ -75,12 +75,12 @@ def _calls(transport: TorchTransport, device: torch.device) -> Iterator[tuple[st
     def messages_to_itself(channel: str, mine: Tensor, got: Tensor) -> Work:
         return transport.exchange(channel, [(0, mine)], [(0, got)])
 
-    def trade(channel: str, mine: Tensor, got: Tensor) -> Work:
-        got.copy_(mine)  # there is nobody to trade with
-        return transport.trade(channel, (0,), nothing, nothing)
+    def all_to_all(channel: str, mine: Tensor, got: Tensor) -> Work:
+        got.copy_(mine)  # there is no other rank
+        return transport.all_to_all(channel, (0,), nothing, nothing)
 
-    calls = [all_gather, trade]
-    if transport.can_sum:  # gloo sends nothing to its own rank
+    calls = [all_gather, all_to_all]
+    if transport.can_reduce:  # gloo sends nothing to its own rank
         calls += [reduce_scatter, messages_to_itself]
     for call in calls:
         wrong = ""

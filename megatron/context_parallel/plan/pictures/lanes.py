@@ -101,8 +101,8 @@ def picture(plan: Plan, transfer_time: float = MESSAGE) -> Picture:
     bars = tuple(bar for span in spans for bar in _bars(plan, span, lanes))
     ranks = f"{plan.n} ranks"
     if plan.head_parallel_size > 1:
-        ranks = f"{plan.n} of {plan.size} ranks, for 1/{plan.head_parallel_size} of the heads"
-        ranks += f" in {plan.rounds} rounds" if plan.rounds > 1 else ""
+        ranks = f"{plan.n} of {plan.all_ranks} ranks, for 1/{plan.head_parallel_size} of the heads"
+        ranks += f" in {plan.head_rounds} rounds" if plan.head_rounds > 1 else ""
         ranks += f" in {plan.token_rounds} rounds of tokens" if plan.token_rounds > 1 else ""
     title = f"{plan.name}, {ranks}, {plan.layout} layout, {'backward' if plan.backward else 'forward'}"
     return Picture(title, plan.n, lanes, bars, round(run.finish, 6), transfer_time)
@@ -141,7 +141,7 @@ def _messages(plan: Plan, op: Comm | SwapHeads, rank: int) -> Iterator[tuple]:
     texts: dict[T, tuple[str, ...]]
     if isinstance(op, SwapHeads):
         rank = plan.grid.rank(context=rank)
-        transfers = plan.swapped(op, rank)
+        transfers = plan.swap_transfers(op, rank)
         texts = {t: (f"swap {t}", f"{t}") for t in op.tensors}
     elif isinstance(op, Collective):
         word = "gather" if isinstance(op, AllGather) else "reduce"

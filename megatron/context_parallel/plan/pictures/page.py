@@ -62,7 +62,7 @@ class _Pass:
         }
 
     def _bar(self, bar: Bar, shown: Picture) -> dict:
-        swap = shown.lanes[bar.lane] in {op.channel for op in self.plan.before}
+        swap = shown.lanes[bar.lane] in {op.channel for op in self.plan.swaps_before}
         return {
             "rank": bar.rank,
             "lane": bar.lane,
@@ -96,7 +96,7 @@ class _Pass:
     def _amount(self, transfers: Sequence[Transfer], swap: bool) -> float:
         if self.shape:
             return round(sum(chunk_bytes(self.plan, t.tensor, self.shape, swap) * t.share for t in transfers))
-        return round(sum(units(t.tensor, self.kv_ratio) * t.share for t in transfers) / self.plan.turns, 6)
+        return round(sum(units(t.tensor, self.kv_ratio) * t.share for t in transfers) / self.plan.rounds, 6)
 
     def _say_amount(self, amount: float) -> str:
         return f"{amount:,} bytes" if self.shape else f"{amount:g} units"

@@ -11,7 +11,7 @@ from megatron.context_parallel.patches.torch_process_groups import default_store
 from .flight_recorder import named
 
 
-def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+def group_of_this_rank(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """`group`, or the group of a one-dimensional mesh; by default the world.
 
     Raises:
@@ -43,7 +43,7 @@ def joined(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     return group
 
 
-def meet(group: dist.ProcessGroup, given: str) -> str:
+def rendezvous(group: dist.ProcessGroup, given: str) -> str:
     """Waits for all ranks of `group` and checks that `given` is the same on all of them.
 
     Returns:
@@ -79,10 +79,10 @@ def meet(group: dist.ProcessGroup, given: str) -> str:
     return f"{members}/{turn}"
 
 
-def new_communicator(group: dist.ProcessGroup, ranks: list[int], meeting: str, channel: str) -> dist.ProcessGroup:
+def new_communicator(group: dist.ProcessGroup, ranks: list[int], name: str, channel: str) -> dist.ProcessGroup:
     """A communicator of `ranks` (of the world, all in `group`), with the backend, options and timeout of `group`.
 
     Exactly these ranks call it.
     """
-    name = hashlib.sha256(f"{meeting} {channel} {ranks}".encode()).hexdigest()
+    name = hashlib.sha256(f"{name} {channel} {ranks}".encode()).hexdigest()
     return new_process_group(group, ranks, f"context_parallel/{name}", f"context parallel {channel}")

@@ -14,8 +14,8 @@ from .flight_recorder import Ends, recorder
 MessageList = list[tuple[int, Tensor]]  # to or from a peer; tensors without rows are not sent
 
 # Releases before 2.13 have only the older names.
-gather_one = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-sum_one = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Work(Protocol):
@@ -61,7 +61,7 @@ def _reached() -> torch.cuda.Event | None:
     return event
 
 
-class SendInTurn:
+class DeferredSend:
     """A message that starts when it is waited for: when the works before it are complete."""
 
     __slots__ = ("content", "group", "peer")
@@ -94,17 +94,17 @@ def _post(group: dist.ProcessGroup, sends: MessageList, receives: MessageList) -
     return works + [group.send([x], peer, 0) for peer, x in sends]
 
 
-def gather(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
+def all_gather(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
     """Starts gathering each (mine, everyone), all in one collective."""
     with as_one(group, async_ops=True) as together:
         for mine, everyone in tensors:
-            gather_one(everyone, mine, group=group)
+            all_gather_single(everyone, mine, group=group)
     return together
 
 
-def add_up(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
+def reduce_scatter(group: dist.ProcessGroup, tensors: Iterable[tuple[Tensor, Tensor]]) -> dist.Work:
     """Starts a reduce-scatter of each (mine, everyone), all in one collective."""
     with as_one(group, async_ops=True) as together:
         for mine, everyone in tensors:
-            sum_one(mine, everyone, group=group)
+            reduce_scatter_single(mine, everyone, group=group)
     return together

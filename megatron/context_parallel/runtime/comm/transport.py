@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron.context_parallel.patches.torch_write_counter import writes_to
 from megatron.context_parallel.plan.ir import Plan, PlanError
 
-from .communicators import meet, new_communicator
-from .torch_works import MessageList, SendInTurn, Work, WorkBatch, add_up, gather, gather_one, post
+from . import torch_works
+from .communicators import new_communicator, rendezvous
+from .torch_works import DeferredSend, MessageList, Work, WorkBatch, all_gather_single, post
 
 Result = TypeVar("Result")
 Group = tuple[int, ...]  # ranks
@@ -25,9 +26,9 @@ Program = Generator[Work, None, Result]  # a rank's execution of a plan: yields 
 class Transport(Protocol):
     """The transport of one rank. Peers and groups are ranks of the context group (for a `Subgroup`, its own ranks)."""
 
-    can_sum: bool  # whether it has a reduce-scatter that sends no more bytes than messages do
+    can_reduce: bool  # whether it has a reduce-scatter that sends no more bytes than messages do
 
-    def world(self, peer: int) -> int:
+    def world_rank(self, peer: int) -> int:
         """The world rank of a peer."""
         ...
 
@@ -35,7 +36,7 @@ class Transport(Protocol):
         """Starts one batch of messages. Between two ranks, messages match in order."""
         ...
 
-    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
+    def all_to_all(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
         """Starts an exchange with each other rank of `group`: row i of `sent` and `received` is for the i-th of them.
 
         Both are uint8 [len(group) - 1, bytes], contiguous. Unless `at_once`, wait for it soon: it continues only while
@@ -53,7 +54,7 @@ class Transport(Protocol):
     def reduce_scatter(self, channel: str, group: Group, tensors: list[Gathered]) -> Work:
         """Starts a reduce-scatter, for each (mine, everyone), of `everyone` of all ranks into `mine` of each.
 
-        `everyone` is [len(group) * rows, ...], in the order of `group`. Call it only if `can_sum`.
+        `everyone` is [len(group) * rows, ...], in the order of `group`. Call it only if `can_reduce`.
         """
         ...
 
@@ -62,16 +63,16 @@ class TorchTransport:
     """torch.distributed (NCCL or gloo). Each channel is a separate communicator."""
 
     def __init__(self, group: dist.ProcessGroup, given: str) -> None:
-        """Waits for the other ranks of `group`; `given` must be the same on all (see `meet`)."""
+        """Waits for the other ranks of `group`; `given` must be the same on all (see `rendezvous`)."""
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank(group)
         self._everyone = tuple(range(len(self.ranks)))
         self._parent = group
-        self._meeting = meet(group, given)
+        self._name = rendezvous(group, given)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._known = WeakSet[Plan]()  # to `send_first`
+        self._known = WeakSet[Plan]()  # to `connect_peers`
         self._connected = set[tuple[str, int, int]]()  # channel, sender and receiver
-        self.can_sum = self._nccl = "nccl" in dist.get_backend_config(group)
+        self.can_reduce = self.nccl = "nccl" in dist.get_backend_config(group)
 
     def connect(self, communicators: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Creates communicators, each a channel and its ranks. All ranks of the group must request the same ones."""
@@ -81,17 +82,17 @@ class TorchTransport:
             if members == self._everyone and self._parent not in self._groups.values():
                 group = self._parent
             else:
-                group = new_communicator(self._parent, [self.ranks[m] for m in members], self._meeting, channel)
-            if self._nccl:  # NCCL must connect all ranks in its first call
+                group = new_communicator(self._parent, [self.ranks[m] for m in members], self._name, channel)
+            if self.nccl:  # NCCL must connect all ranks in its first call
                 dist.barrier(group, device_ids=[torch.cuda.current_device()])
             self._groups[channel, members] = group
 
-    def send_first(self, plan: Plan) -> None:
+    def connect_peers(self, plan: Plan) -> None:
         """Sends a byte where a plan sends for the first time. All ranks of the group call it, with the same plans.
 
         NCCL connects two ranks in their first message, and each waits there for the other. So a plan could hang.
         """
-        if not self._nccl or plan in self._known:
+        if not self.nccl or plan in self._known:
             return
         self._known.add(plan)
         messages = plan.messages(self.rank) - self._connected
@@ -108,7 +109,7 @@ class TorchTransport:
         for channel, (sends, receives) in channels.items():
             self.exchange(channel, sends, receives).wait()
 
-    def world(self, peer: int) -> int:
+    def world_rank(self, peer: int) -> int:
         return self.ranks[peer]
 
     def _group(self, channel: str, members: Group) -> dist.ProcessGroup:
@@ -135,11 +136,11 @@ class TorchTransport:
             receives = [(members.index(peer), x) for peer, x in receives]
         return WorkBatch(post(group, sends, receives), channel, ends)
 
-    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
+    def all_to_all(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
         communicator = self._group(channel, self._everyone)
         others = _others(self.rank, group)
         ends = [("receive", self.ranks[peer]) for peer in others]
-        if self._nccl:
+        if self.nccl:
             rows = [int(peer in others) for peer in self._everyone]
             work = dist.all_to_all_single(received, sent, rows, rows, group=communicator, async_op=True)
             assert work is not None  # this rank is in the group
@@ -149,7 +150,7 @@ class TorchTransport:
             return WorkBatch(post(communicator, *messages), channel, [*ends, *(("send", rank) for _, rank in ends)])
         receives = post(communicator, [], list(zip(others, received.unbind(), strict=True)))
         # One send after the other, each rank's first to the next rank: all at once are up to a tenth slower over gloo.
-        sends = [SendInTurn(communicator, *message) for message in zip(others, sent.unbind(), strict=True)]
+        sends = [DeferredSend(communicator, *message) for message in zip(others, sent.unbind(), strict=True)]
         first = group.index(self.rank)
         sends = sends[first:] + sends[:first]
         turns = [("send", self.ranks[send.peer]) for send in sends]
@@ -159,14 +160,14 @@ class TorchTransport:
         if len(set(rows)) > 1:  # collectives need equal parts
             return self._exchange(channel, group, *_as_messages(self.rank, group, rows, tensors))
         communicator = self._group(channel, group)
-        if self._nccl:
-            works = [gather(communicator, tensors)]
+        if self.nccl:
+            works = [torch_works.all_gather(communicator, tensors)]
         else:
-            works = [gather_one(all_, mine, group=communicator, async_op=True) for mine, all_ in tensors]
+            works = [all_gather_single(all_, mine, group=communicator, async_op=True) for mine, all_ in tensors]
         return WorkBatch(works, channel, [("gather", self.ranks[rank]) for rank in group if rank != self.rank])
 
     def reduce_scatter(self, channel: str, group: Group, tensors: list[Gathered]) -> Work:
-        work = add_up(self._group(channel, group), tensors)
+        work = torch_works.reduce_scatter(self._group(channel, group), tensors)
         return WorkBatch([work], channel, [("receive", self.ranks[rank]) for rank in group if rank != self.rank])
 
 
@@ -274,12 +275,12 @@ class _Exchange:
 class LocalTransport:
     """The transport between ranks in this process; they share `queues`, a `defaultdict(MessageQueue)`."""
 
-    can_sum = False
+    can_reduce = False
 
     def __init__(self, rank: int, queues: dict[tuple[str, int, int], MessageQueue]) -> None:
         self.rank, self.queues = rank, queues  # by channel, sender and receiver
 
-    def world(self, peer: int) -> int:
+    def world_rank(self, peer: int) -> int:
         return peer
 
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> _Exchange:
@@ -288,7 +289,7 @@ class LocalTransport:
         messages += [queues[channel, peer, rank].receive(x) for peer, x in receives]
         return _Exchange(channel, messages, [peer for peer, _ in chain(sends, receives)])
 
-    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> _Exchange:
+    def all_to_all(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
         others = _others(self.rank, group)
         sends = list(zip(others, sent.unbind(), strict=True))
         return self.exchange(channel, sends, list(zip(others, received.unbind(), strict=True)))
@@ -303,16 +304,16 @@ class Subgroup:
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         self.transport = transport
         self.ranks = ranks
-        self.can_sum = transport.can_sum
+        self.can_reduce = transport.can_reduce
 
-    def world(self, peer: int) -> int:
-        return self.transport.world(self.ranks[peer])
+    def world_rank(self, peer: int) -> int:
+        return self.transport.world_rank(self.ranks[peer])
 
     def exchange(self, channel: str, sends: MessageList, receives: MessageList) -> Work:
         return self.transport.exchange(channel, self._outside(sends), self._outside(receives))
 
-    def trade(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
-        return self.transport.trade(channel, tuple(self.ranks[r] for r in group), sent, received, at_once)
+    def all_to_all(self, channel: str, group: Group, sent: Tensor, received: Tensor, at_once: bool = False) -> Work:
+        return self.transport.all_to_all(channel, tuple(self.ranks[r] for r in group), sent, received, at_once)
 
     def _outside(self, messages: MessageList) -> MessageList:
         return [(self.ranks[peer], x) for peer, x in messages]
@@ -324,7 +325,7 @@ class Subgroup:
         return self.transport.reduce_scatter(channel, tuple(self.ranks[r] for r in group), tensors)
 
 
-def run_here(program: Program[Result]) -> Result:
+def run_rank(program: Program[Result]) -> Result:
     """Runs this process's rank of a plan to its end."""
     try:
         while True:
@@ -333,7 +334,7 @@ def run_here(program: Program[Result]) -> Result:
         return stop.value
 
 
-def run_all(programs: list[Program[Result]], plan: Plan) -> list[Result]:
+def run_all_ranks(programs: list[Program[Result]], plan: Plan) -> list[Result]:
     """Runs the programs of all ranks, which share the queues of `LocalTransport`, in this process.
 
     Raises:

@@ -15,7 +15,7 @@ from megatron.context_parallel.cluster.search.layer_search import search_layers
 from megatron.context_parallel.cluster.search.planner import GroupDevices, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.fit import advice
-from megatron.context_parallel.cluster.step.memory import ATTENTION, BUFFERS, fullest_stage, moments
+from megatron.context_parallel.cluster.step.memory import ATTENTION, BUFFERS, fullest, moments
 from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.strategies import AUTO, parse_spec
@@ -102,7 +102,7 @@ def _room(args: Arguments, cluster: Cluster) -> float:
     """Bytes of a device's memory that the rest of the run leaves for attention."""
     model, run = model_of(args), run_of(args)
     needed = rest = 0
-    for moment in moments(model, run, fullest_stage(model, run)):
+    for moment in moments(model, run, fullest(model, run)[0]):
         without = sum(item.bytes for item in moment.items if item.what != BUFFERS)
         if moment.name == ATTENTION:  # of FSDP2 there are several
             rest = max(rest, without)

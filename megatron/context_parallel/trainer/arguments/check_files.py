@@ -44,7 +44,7 @@ def check_files(args: Arguments, vocabulary: int) -> None:
             if args.sft:
                 _check_chats(args, prefix)
             else:
-                _check_data(args, FLAGS[name].given(prefix), prefix, vocabulary)
+                _check_data(args, FLAGS[name].as_flag(prefix), prefix, vocabulary)
     if args.nccl_communicator_config_path:
         _check_communicators(args, Path(args.nccl_communicator_config_path))
     if args.save:

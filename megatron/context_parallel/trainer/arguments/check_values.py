@@ -42,7 +42,7 @@ def check_world(args: Flags, world_size: int, needed: int) -> None:
         # Name a size that does not divide the number of ranks, or else the largest.
         name = next((n for n in sizes if world_size % sizes[n]), max(sizes, key=lambda n: sizes[n]))
         product = "" if needed == sizes[name] else f" (tensor x pipeline x context = {needed})"
-        fits = FLAGS[name].given(math.gcd(sizes[name], max(1, world_size * sizes[name] // needed)))
+        fits = FLAGS[name].as_flag(math.gcd(sizes[name], max(1, world_size * sizes[name] // needed)))
         start = f"start {max(needed, world_size // needed * needed)} ranks (torchrun --nproc-per-node)"
         refuse(args, name, f"does not divide the {world_size} ranks started{product}; {start}, or give {fits}")
 

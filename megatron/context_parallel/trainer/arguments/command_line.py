@@ -93,7 +93,7 @@ def _of_file(path: Path, source: str) -> dict[str, Any]:
         if unknown := [option for option in options if option not in PARSER.by_option | UPSTREAM]:
             raise UsageError(PARSER.explain_unknown(unknown, unknown)[0])
         ours = [(PARSER.by_option[name], value) for name, value in options.items() if name not in UPSTREAM]
-        found = {flag.name: flag.value(_as_text(value)) for flag, value in ours if value is not None}
+        found = {flag.name: flag.parse(_as_text(value)) for flag, value in ours if value is not None}
         return found | {name: _words(value) for name, value in options.items() if name in UPSTREAM and value}
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None

@@ -29,11 +29,11 @@ def strategies_given(args: Flags) -> tuple[str, tuple[Choice, ...]]:
         return specs, choose_by_layer(specs, args.num_layers, args.context_parallel_size, **given)
     fixed_options(args)
     if own := next((name for name in STRATEGY_OPTIONS if name not in COMMON and given[name] is not None), None):
-        raise UsageError(f"{STRATEGY_OPTIONS[own].given(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
+        raise UsageError(f"{STRATEGY_OPTIONS[own].as_flag(given[own])}: --cp-strategy {AUTO} chooses it; leave it out")
     return AUTO, ()
 
 
 def fixed_options(args: Flags) -> dict[str, Any]:
     """The given options that every strategy has. They also apply to `--cp-strategy auto`."""
     given = {name: (option, getattr(args, f"cp_{name}")) for name, option in COMMON.items()}
-    return {name: option.value(text) for name, (option, text) in given.items() if text is not None}
+    return {name: option.parse(text) for name, (option, text) in given.items() if text is not None}

@@ -152,7 +152,7 @@ def check_shuffle(
     if args.train_samples:
         name, length = "train_samples", planned
     why = f"the checkpoint in --load {args.load} is from a run of {length}, and other epochs reshuffle the data"
-    refuse(args, name, f"{why}; give {FLAGS[name].given(length)}, or --override-data-order")
+    refuse(args, name, f"{why}; give {FLAGS[name].as_flag(length)}, or --override-data-order")
 
 
 def _probes(data: "Dataset", consumed: int) -> set[int]:
