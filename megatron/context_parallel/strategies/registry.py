@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron.context_parallel.errors import UsageError
@@ -78,9 +79,8 @@ class Strategy:
 
     @property
     def of_package(self) -> bool:
-        """Whether it is one of this package's, not of a user. `functools.wraps` copies `__module__`."""
-        where = getattr(self.write, "__globals__", {}).get("__name__", "")
-        return where.startswith(f"{__package__}.")
+        """Whether it is one of this package's, not of a user. `wraps` copies the name of a module, not its file."""
+        return Path(inspect.getfile(self.write)).parent == Path(__file__).parent
 
     def renamed(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
