@@ -146,8 +146,12 @@ def options_of(function: Callable) -> dict[str, Option]:
     """The options that a strategy's function declares.
 
     Raises:
-        UsageError: a signature other than `(at: Pass, *, name: Annotated[type, Option(...)] = default, ...)`.
+        UsageError: no function, or a signature other than
+            `(at: Pass, *, name: Annotated[type, Option(...)] = default, ...)`.
     """
+    if not inspect.isroutine(function):
+        kind = type(function).__name__
+        raise UsageError(f"strategy of type {kind}: need a function that yields steps, such as def mine(at: Pass)")
     name = f"strategy {function.__name__}"
     found = dict[str, Option]()
     hints = get_type_hints(function, include_extras=True)

@@ -2,7 +2,8 @@
 
 import random
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,11 @@ from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.plan.ir import Attend, PlanError, Recv, Send, Step, T
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.strategies import Option, Pass, Ring, parse_spec, register
+from megatron.context_parallel.strategies.declaration import FLAGS
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.complete import parse_args
+from megatron.context_parallel.trainer.config.context_parallel_flags import STRATEGY_OPTIONS, strategy_options
+from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.dry_run import attention_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +87,13 @@ def unknown_type(at: Pass, *, hops: Annotated[bytes, Option("how far")] = b"1"):
         ("own", ("cyclic",), no_default, "strategy no_default: declare the option hops after a `*`"),
         ("own", ("cyclic",), no_option, "strategy no_option: declare the option hops after a `*`"),
         ("own", ("cyclic",), unknown_type, "strategy unknown_type: declare the option hops after a `*`"),
+        (
+            "own",
+            ("cyclic",),
+            STRATEGIES["ring"],
+            "strategy of type Strategy: need a function that yields steps, such as",
+        ),
+        ("own", ("cyclic",), partial(positional, hops=2), "strategy of type partial: need a function"),
     ],
 )
 def test_what_declares_no_strategy_is_refused(name, layouts, function, message):
@@ -107,6 +118,7 @@ def test_what_declares_no_strategy_is_refused(name, layouts, function, message):
         ("own", {"head_parallel": "some"}, "strategy own: head_parallel 'some'; choose optional, required or all"),
         ("own", {"period": 0}, "strategy own: period 0; give a number of ranks, such as 1, or a function"),
         ("own", {"period": True}, "strategy own: period True; give a number of ranks"),
+        ("own", {"in_token_rounds": True}, 'own: in_token_rounds needs head_parallel="all" and an option token_rounds'),
     ],
 )
 def test_wrong_arguments_of_register_are_refused(name, arguments, message):
@@ -119,6 +131,18 @@ def common_name(at: Pass, *, layout: Annotated[str, Option("its own")] = "x"):
     yield Step()
 
 
+def named_as_a_flag(at: Pass, *, cluster: Annotated[str, Option("its own")] = "x"):
+    yield Step()
+
+
+def named_as_a_switch(at: Pass, *, overlap: Annotated[int, Option("its own")] = 1):
+    yield Step()
+
+
+def switch_named_as_a_value(at: Pass, *, grid: Annotated[bool, Option("its own")] = False):
+    yield Step()
+
+
 def wrong_default(at: Pass, *, hops: Annotated[int, Option("how far", example=2)] = 0):
     yield Step()
 
@@ -127,6 +151,9 @@ def wrong_default(at: Pass, *, hops: Annotated[int, Option("how far", example=2)
     "function,message",
     [
         (common_name, "strategy own: option layout: every strategy has it; choose another name"),
+        (named_as_a_flag, "strategy own: option cluster: the trainer has another cp_cluster; choose another name"),
+        (named_as_a_switch, "option overlap: --cp-overlap is a switch of attention2d; choose another name"),
+        (switch_named_as_a_value, "option grid: --cp-grid is no switch of attention2d; choose another name"),
         (wrong_default, "wrong_default: the default of the option hops: 0: need a whole number, 1 or more, such as 2"),
     ],
 )
@@ -134,6 +161,55 @@ def test_options_that_nobody_could_give_are_refused(function, message):
     with pytest.raises(UsageError) as refused:
         register("own", ("zigzag",))(function)
     one_line(refused, message)
+
+
+def test_names_of_the_trainer_are_known():
+    taken = {field.name[3:] for field in fields(Arguments) if field.name.startswith("cp_")}
+    assert {*FLAGS} == taken - STRATEGY_OPTIONS.keys()
+
+
+def test_an_option_of_a_user_means_what_it_says():
+    """Also one that is named like one of this package; of two with choices, the flag takes those of both."""
+
+    @register("counted", layouts=("zigzag", "cyclic"))
+    def counted(at: Pass, *, token_rounds: Annotated[int, Option("its own")] = 1):
+        yield from STRATEGIES["ring"].write(at)
+
+    @register("worded", layouts=("zigzag",))
+    def worded(at: Pass, *, token_rounds: Annotated[str, Option("its own", choices=("few", "many"))] = "few"):
+        yield Step(attend=(Attend((at.rank,), (at.rank,)),))
+
+    @register("rounds", layouts=("cyclic",), channels=(), head_parallel="all", in_token_rounds=True)
+    def rounds(at: Pass, *, token_rounds: Annotated[int, Option("of the plan")] = 1):
+        yield Step(attend=(Attend((0,), (0,)),))
+
+    for layout in ("zigzag", "cyclic"):
+        assert counted.plan(4, layout=layout, head_parallel_size=2, token_rounds=2).token_rounds == 1
+    assert worded.plan(1, token_rounds="many").token_rounds == 1
+    assert rounds.plan(4, token_rounds=2).token_rounds == 2
+
+    @register("moded", layouts=("zigzag",))
+    def moded(at: Pass, *, mode: Annotated[str, Option("its own", choices=("a", "b"))] = "a"):
+        yield Step()
+
+    @register("other", layouts=("zigzag",))
+    def other(at: Pass, *, mode: Annotated[str, Option("too", choices=("b", "c"))] = "b"):
+        yield Step()
+
+    shared = strategy_options()
+    assert shared["mode"].choices == ("a", "b", "c") and shared["mode"].help == "moded: its own; other: too"
+    assert not shared["token_rounds"].choices and shared["grid"] == STRATEGY_OPTIONS["grid"]
+
+
+def test_a_strategy_upon_another_is_its_author_s():
+    @register("upon", layouts=("zigzag",), channels=STRATEGIES["mesh"].channels)
+    @wraps(STRATEGIES["mesh"].write)
+    def upon(at: Pass, **options):
+        yield from STRATEGIES["mesh"].write(at, **options)
+
+    assert upon.options == STRATEGIES["mesh"].options
+    assert [*upon.plan(4, grid=(1, 4)).steps] == [*STRATEGIES["mesh"].plan(4, grid=(1, 4)).steps]
+    assert STRATEGIES["mesh"].of_package and not upon.of_package, "its plans are verified and compared between ranks"
 
 
 def endless(at: Pass):
@@ -240,6 +316,15 @@ def test_specs_that_name_nothing_are_refused(spec, message, tmp_path):
     with pytest.raises(UsageError) as refused:
         parse_spec(spec.format(folder=tmp_path))
     one_line(refused, message)
+
+
+def test_both_passes_of_a_spec_have_one_layout():
+    with pytest.raises(UsageError) as refused:
+        parse_spec("ring+mesh:layout=cyclic").plan(4)
+    one_line(
+        refused, "the backward pass layout cyclic, head-parallel size 1, placement head-first, head rounds 1; give"
+    )
+    assert str(refused.value).endswith("; give both the same, such as --cp-layout zigzag")
 
 
 def test_an_option_is_given_once():

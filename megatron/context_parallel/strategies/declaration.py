@@ -7,6 +7,8 @@ from megatron.context_parallel.plan.ir import SWAPS
 from megatron.context_parallel.tokens.layout import LAYOUTS
 
 AUTO = "auto"  # instead of a strategy: the planner chooses
+# Names of the trainer that begin with cp_ and are no options of strategies.
+FLAGS = ("attention_backend", "cluster", "comm_type", "layers", "measured", "place_documents", "strategy")
 
 
 def check_declaration(name: object, layouts: object, channels: object, head_parallel: object, period: object) -> None:

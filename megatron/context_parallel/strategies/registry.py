@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from megatron.context_parallel.errors import UsageError
@@ -13,7 +14,7 @@ from megatron.context_parallel.plan.ir import PLACEMENTS, Attend, Plan, PlanErro
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
 
-from .declaration import check_declaration
+from .declaration import FLAGS, check_declaration
 
 MOST_STEPS = 100_000  # of a rank; a loop that does not end yields more
 
@@ -63,6 +64,7 @@ class Strategy:
         period: rank r + `period` does what rank r does, with all ranks and chunks further, if the mask allows. It is a
             number, or a function of the same arguments as `write` that returns one, or the period and width of a
             `Shift`. None: not known; steps are compared when needed.
+        in_token_rounds: whether its option `token_rounds` is that of `Plan`; another strategy's means what it says.
     """
 
     name: str
@@ -73,11 +75,12 @@ class Strategy:
     head_parallel: Literal["optional", "required", "all"] = "optional"
     planned: bool = True
     period: int | Callable[..., int | tuple[int, int] | None] | None = None
+    in_token_rounds: bool = False
 
     @property
     def is_builtin(self) -> bool:
-        """Whether it is one of this package's, not of a user."""
-        return self.write.__module__.startswith(f"{__package__}.")
+        """Whether it is one of this package's, not of a user. `wraps` copies the name of a module, not its file."""
+        return Path(inspect.getfile(self.write)).parent == Path(__file__).parent
 
     def with_current_names(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` by their current names. Raises UsageError if an option is given under both names."""
@@ -161,7 +164,8 @@ class Strategy:
         if not isinstance(steps, Iterable):
             raise UsageError(f"strategy {self.name}: its function returns {steps!r}; yield each Step")
         next(iter(steps), None)  # checks first, steps later
-        token_rounds = _checked_token_rounds(options.get("token_rounds", 1), size, layout, head_rounds)
+        asked = options.get("token_rounds", 1) if self.in_token_rounds else 1
+        token_rounds = _checked_token_rounds(asked, size, layout, head_rounds)
         period, width = self._period(first, options)
         return Plan(
             self.name,
@@ -276,6 +280,22 @@ def head_parallel_sizes(heads: int, kv_heads: int) -> list[int]:
 STRATEGIES: dict[str, Strategy] = {}
 
 
+def _check_options(name: str, options: dict[str, Option]) -> None:
+    """Raises UsageError if an option of strategy `name` cannot have its name or its flag, which same names share."""
+    of_plans = inspect.signature(Strategy.plan).parameters
+    for option in options.values():
+        said = f"strategy {name}: option {option.name}"
+        if option.name in of_plans:
+            raise UsageError(f"{said}: every strategy has it; choose another name")
+        if option.name in FLAGS:
+            raise UsageError(f"{said}: the trainer has another cp_{option.name}; choose another name")
+        for other in STRATEGIES.values():
+            same = other.options.get(option.name)
+            if same and (same.kind is bool) != (option.kind is bool):
+                kind = "a switch" if same.kind is bool else "no switch"
+                raise UsageError(f"{said}: {option.option} is {kind} of {other.name}; choose another name")
+
+
 def register(
     name: str,
     layouts: tuple[str, ...],
@@ -283,6 +303,7 @@ def register(
     head_parallel: Literal["optional", "required", "all"] = "optional",
     planned: bool = True,
     period: int | Callable[..., int | tuple[int, int] | None] | None = None,
+    in_token_rounds: bool = False,
 ) -> Callable[[Callable[..., Iterable[Step]]], Strategy]:
     """Decorator: registers a function that yields the steps of one rank as `--cp-strategy name`.
 
@@ -290,11 +311,12 @@ def register(
         name: the value of `--cp-strategy`.
         layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
-        head_parallel, planned, period: as in `Strategy`.
+        head_parallel, planned, period, in_token_rounds: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken or no name, a layout is unknown, a channel is no name or that of head swaps,
-            another argument is not as in `Strategy`, or the signature is not that of a strategy.
+            another argument is not as in `Strategy`, the signature is not that of a strategy, or an option has a name
+            that it cannot have.
     """
 
     def add(write: Callable[..., Iterable[Step]]) -> Strategy:
@@ -302,9 +324,14 @@ def register(
         if name in STRATEGIES:
             raise UsageError(f"strategy {name}: the name is taken; register it under another")
         options = options_of(write)
-        if taken := inspect.signature(Strategy.plan).parameters.keys() & options.keys():
-            raise UsageError(f"strategy {name}: option {min(taken)}: every strategy has it; choose another name")
-        strategy = Strategy(name, tuple(layouts), write, options, tuple(channels), head_parallel, planned, period)
+        _check_options(name, options)
+        rounds = options.get("token_rounds")
+        if in_token_rounds and (head_parallel != "all" or not rounds or rounds.kind is not int):
+            needs = 'head_parallel="all" and an option token_rounds: Annotated[int, ...] = 1'
+            raise UsageError(f"strategy {name}: in_token_rounds needs {needs}")
+        strategy = Strategy(
+            name, tuple(layouts), write, options, tuple(channels), head_parallel, planned, period, in_token_rounds
+        )
         STRATEGIES[name] = strategy
         return strategy
 

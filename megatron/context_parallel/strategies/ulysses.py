@@ -15,7 +15,13 @@ from .registry import Pass, register
 from .ring import ring
 
 
-@register("ulysses", layouts=("contiguous", "zigzag", "cyclic"), channels=(), head_parallel="all")
+@register(
+    "ulysses",
+    layouts=("contiguous", "zigzag", "cyclic"),
+    channels=(),
+    head_parallel="all",
+    in_token_rounds=True,
+)
 def ulysses(
     at: Pass,
     *,

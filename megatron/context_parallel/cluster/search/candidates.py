@@ -132,12 +132,13 @@ def in_rounds(found: Candidate, workload: Workload) -> Iterator[Candidate]:
 
 def in_token_rounds(found: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
     """The same choice with more rounds of tokens, in the layout that these need, where its strategy has them."""
-    if "token_rounds" not in found.choice.strategy.options or fixed.get("layout", "cyclic") != "cyclic":
+    if not found.choice.strategy.in_token_rounds or fixed.get("layout", "cyclic") != "cyclic":
         return
     tokens = workload.length // found.plans[0].all_ranks
     for rounds in ROUNDS:
         if workload.mask.causal and tokens % rounds == 0:
-            common, options = found.choice.common | {"layout": "cyclic"}, {"token_rounds": rounds}
+            common = found.choice.common | {"layout": "cyclic"}
+            options = found.choice.options | {"token_rounds": rounds}
             plans = [replace(plan, layout="cyclic", token_rounds=rounds) for plan in found.plans]
             yield Candidate(replace(found.choice, common=common, options=options), tuple(plans))
 

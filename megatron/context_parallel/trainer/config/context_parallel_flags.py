@@ -49,17 +49,22 @@ class _Group(FlagSection):
     cp_attention_backend: str = flag("library that computes a rank's blocks of attention", "auto", choices=BACKENDS)
 
 
-def _options() -> dict[str, Option]:
+def strategy_options() -> dict[str, Option]:
     """The options of all strategies by name. Strategies with the same option share a flag with all their help texts."""
     found = dict(COMMON)
     for strategy in STRATEGIES.values():
         for name, option in strategy.options.items():
-            earlier = f"{found[name].help}; " if name in found else ""
-            found[name] = replace(option, help=f"{earlier}{strategy.name}: {option.help}")
+            told = f"{strategy.name}: {option.help}"
+            if name in found:
+                first = found[name]  # each strategy checks its own choices
+                choices = (*first.choices, *option.choices) if first.choices and option.choices else ()
+                found[name] = replace(first, help=f"{first.help}; {told}", choices=tuple(dict.fromkeys(choices)))
+            else:
+                found[name] = replace(option, help=told)
     return found
 
 
-STRATEGY_OPTIONS = _options()
+STRATEGY_OPTIONS = strategy_options()
 
 
 def _declared(option: Option) -> Any:
