@@ -8,7 +8,7 @@ from megatron.core.optimizer import clip_grads
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron.context_parallel.trainer.model import data_parallel
+from megatron.context_parallel.trainer.model import torch_fsdp2
 from tests.support import training_case
 
 PLAIN = {"use_distributed_optimizer": False}
@@ -80,27 +80,17 @@ def train_beside_another_adam() -> tuple[list[float], list[float]]:
     return run.losses, run.grad_norms
 
 
-def whole_float32_when_sharding() -> list[int]:
-    """Parameters that are whole and in float32 whenever FSDP2 shards a part of a model of two layers in bfloat16."""
-    found = []
+def whole_when_sharding() -> list[int]:
+    """Parameters of the parts built so far that are whole, whenever FSDP2 shards a part of a model of two layers."""
+    found, parts = [], []
 
-    def shard(unit, **how):
-        roots = {id(p): p for p in models[0].parameters() if not isinstance(p, DTensor)}
-        found.append(sum(p.numel() for p in roots.values() if p.dtype is torch.float32))
-        return fully_shard(unit, **how)
-
-    models = []
-    init = data_parallel.TorchFSDP2.__init__
-
-    def build(self, args, config, module):
-        models.append(module)
-        init(self, args, config, module)
+    def shard(part, **how):
+        parts.append(part)
+        weights = {id(weight): weight for one in parts for weight in one.parameters()}
+        found.append(sum(weight.numel() for weight in weights.values() if not isinstance(weight, DTensor)))
+        return fully_shard(part, **how)
 
     args = training_case.case_args("llama", bf16=True, params_dtype=torch.bfloat16, **WAYS["torch_fsdp2"])
-    with (
-        training_case.groups(args),
-        mock.patch.object(data_parallel, "fully_shard", shard),
-        mock.patch.object(data_parallel.TorchFSDP2, "__init__", build),
-    ):
+    with training_case.groups(args), mock.patch.object(torch_fsdp2, "fully_shard", shard):
         training_case.build(args)
     return found

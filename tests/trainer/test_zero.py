@@ -55,7 +55,7 @@ def test_fsdp2_updates_shards_with_pytorchs_adam(ranks):
         assert found[1] == pytest.approx(norms, rel=1e-6)
 
 
-def test_fsdp2_widens_one_part_of_a_model_at_a_time(ranks):
-    (found,) = ranks(1, zero_case.whole_float32_when_sharding)
+def test_fsdp2_shards_each_layer_before_the_next_is_built(ranks):
+    (found,) = ranks(1, zero_case.whole_when_sharding)
     layer, table, norm = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 48 + 2 * 32, 64 * 32, 32
-    assert found == [table, layer, layer, table + norm]  # embedding, layers; then the output layer and its norm
+    assert found == [layer, layer, table, table + norm]  # layers, embedding; then the output layer and its norm

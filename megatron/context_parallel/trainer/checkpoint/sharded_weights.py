@@ -14,7 +14,8 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron.context_parallel.trainer.model.data_parallel import DataParallel, TorchFSDP2
+from megatron.context_parallel.trainer.model.data_parallel import DataParallel
+from megatron.context_parallel.trainer.model.torch_fsdp2 import TorchFSDP2
 
 
 def parameters_of(chunk: DataParallel) -> dict[str, torch.nn.Parameter]:
