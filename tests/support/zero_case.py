@@ -4,10 +4,13 @@ from unittest import mock
 
 import torch
 from megatron.core import optimizer
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer import clip_grads
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from megatron.context_parallel.trainer.checkpoint.train_state import sharded_state
+from megatron.context_parallel.trainer.config.workload import model_of
 from megatron.context_parallel.trainer.model import torch_fsdp2
 from tests.support import training_case
 
@@ -94,3 +97,14 @@ def whole_when_sharding() -> list[int]:
     with training_case.groups(args), mock.patch.object(torch_fsdp2, "fully_shard", shard):
         training_case.build(args)
     return found
+
+
+def bytes_to_save(way: str) -> tuple[int, int, int]:
+    """Bytes that a rank has of a checkpoint, of all weights and of the largest one, with their optimizer states."""
+    args = training_case.case_args("gpt3", context_parallel_size=2, **WAYS[way])
+    with training_case.groups(args):
+        saved = sharded_state(training_case.build(args), optimizer=True, generators=False)
+    entries = [*nested_values(saved["model0"]), *nested_values(saved["optimizer"]["param_state"])]
+    mine = sum(entry.data.nbytes for entry in entries if torch.is_tensor(entry.data))
+    shape = model_of(args)
+    return mine, 4 * 4 * shape.parameters, 4 * 4 * shape.largest_weight()
