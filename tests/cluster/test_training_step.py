@@ -43,7 +43,7 @@ from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer import training
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
-from megatron.context_parallel.trainer.model.data_parallel import TorchFSDP2
+from megatron.context_parallel.trainer.model.torch_fsdp2 import TorchFSDP2
 from tests.support import box, training_case, zero_case
 from tests.support.ideal_model import IDEAL, MODEL
 

@@ -209,7 +209,7 @@ def test_a_strategy_upon_another_is_its_author_s():
 
     assert upon.options == STRATEGIES["mesh"].options
     assert [*upon.plan(4, grid=(1, 4)).steps] == [*STRATEGIES["mesh"].plan(4, grid=(1, 4)).steps]
-    assert STRATEGIES["mesh"].of_package and not upon.of_package, "its plans are verified and compared between ranks"
+    assert STRATEGIES["mesh"].is_builtin and not upon.is_builtin, "its plans are verified and compared between ranks"
 
 
 def endless(at: Pass):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.context_parallel.trainer.checkpoint import save_load, train_state
 from megatron.context_parallel.trainer.faults.findings import Findings
-from megatron.context_parallel.trainer.model import data_parallel
+from megatron.context_parallel.trainer.model import torch_fsdp2
 from megatron.context_parallel.trainer.model.shard_optimizer import HostOptimizer
 from tests.support import zero_case
 
@@ -57,7 +57,7 @@ def shards_on_host() -> Iterator[list[type]]:
     policies: list[type] = []
     weights: list[torch.nn.Parameter] = []
     states: list[torch.Tensor] = []
-    fully_shard = data_parallel.fully_shard
+    fully_shard = torch_fsdp2.fully_shard
 
     def shard(module, **how):
         policies.append(type(how["offload_policy"]))
@@ -77,10 +77,10 @@ def shards_on_host() -> Iterator[list[type]]:
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_parallel, "fully_shard", shard)
+        patch.setattr(torch_fsdp2, "fully_shard", shard)
         patch.setattr(torch.cuda, "current_device", lambda: DEVICE)
         for owner, names in (
-            (data_parallel.TorchFSDP2, ["scale_gradients"]),
+            (torch_fsdp2.TorchFSDP2, ["scale_gradients"]),
             (HostOptimizer, ["step"]),
             (Findings, ["look"]),
             (train_state, ["sharded_weights", "sharded_optimizer"]),

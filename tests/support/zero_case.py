@@ -4,11 +4,14 @@ from unittest import mock
 
 import torch
 from megatron.core import optimizer
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer import clip_grads
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron.context_parallel.trainer.model import data_parallel
+from megatron.context_parallel.trainer.checkpoint.train_state import sharded_state
+from megatron.context_parallel.trainer.config.workload import model_of
+from megatron.context_parallel.trainer.model import torch_fsdp2
 from tests.support import training_case
 
 PLAIN = {"use_distributed_optimizer": False}
@@ -80,27 +83,28 @@ def train_beside_another_adam() -> tuple[list[float], list[float]]:
     return run.losses, run.grad_norms
 
 
-def whole_float32_when_sharding() -> list[int]:
-    """Parameters that are whole and in float32 whenever FSDP2 shards a part of a model of two layers in bfloat16."""
-    found = []
+def whole_when_sharding() -> list[int]:
+    """Parameters of the parts built so far that are whole, whenever FSDP2 shards a part of a model of two layers."""
+    found, parts = [], []
 
-    def shard(unit, **how):
-        roots = {id(p): p for p in models[0].parameters() if not isinstance(p, DTensor)}
-        found.append(sum(p.numel() for p in roots.values() if p.dtype is torch.float32))
-        return fully_shard(unit, **how)
-
-    models = []
-    init = data_parallel.TorchFSDP2.__init__
-
-    def build(self, args, config, module):
-        models.append(module)
-        init(self, args, config, module)
+    def shard(part, **how):
+        parts.append(part)
+        weights = {id(weight): weight for one in parts for weight in one.parameters()}
+        found.append(sum(weight.numel() for weight in weights.values() if not isinstance(weight, DTensor)))
+        return fully_shard(part, **how)
 
     args = training_case.case_args("llama", bf16=True, params_dtype=torch.bfloat16, **WAYS["torch_fsdp2"])
-    with (
-        training_case.groups(args),
-        mock.patch.object(data_parallel, "fully_shard", shard),
-        mock.patch.object(data_parallel.TorchFSDP2, "__init__", build),
-    ):
+    with training_case.groups(args), mock.patch.object(torch_fsdp2, "fully_shard", shard):
         training_case.build(args)
     return found
+
+
+def bytes_to_save(way: str) -> tuple[int, int, int]:
+    """Bytes that a rank has of a checkpoint, of all weights and of the largest one, with their optimizer states."""
+    args = training_case.case_args("gpt3", context_parallel_size=2, **WAYS[way])
+    with training_case.groups(args):
+        saved = sharded_state(training_case.build(args), optimizer=True, generators=False)
+    entries = [*nested_values(saved["model0"]), *nested_values(saved["optimizer"]["param_state"])]
+    mine = sum(entry.data.nbytes for entry in entries if torch.is_tensor(entry.data))
+    shape = model_of(args)
+    return mine, 4 * 4 * shape.parameters, 4 * 4 * shape.largest_weight()

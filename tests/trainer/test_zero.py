@@ -55,7 +55,16 @@ def test_fsdp2_updates_shards_with_pytorchs_adam(ranks):
         assert found[1] == pytest.approx(norms, rel=1e-6)
 
 
-def test_fsdp2_widens_one_part_of_a_model_at_a_time(ranks):
-    (found,) = ranks(1, zero_case.whole_float32_when_sharding)
+def test_fsdp2_shards_each_layer_before_the_next_is_built(ranks):
+    (found,) = ranks(1, zero_case.whole_when_sharding)
     layer, table, norm = 32 * (32 + 2 * 16 + 32) + 3 * 32 * 48 + 2 * 32, 64 * 32, 32
-    assert found == [table, layer, layer, table + norm]  # embedding, layers; then the output layer and its norm
+    assert found == [layer, layer, table, table + norm]  # layers, embedding; then the output layer and its norm
+
+
+@pytest.mark.parametrize("way", ["torch_fsdp2", "optim_grads_params, 2 instances"])
+def test_a_rank_has_its_part_of_a_checkpoint_alone(ranks, way):
+    found = ranks(4, zero_case.bytes_to_save, way)
+    copies = 2 if "2 instances" in way else 1
+    assert sum(mine for mine, *_ in found) == copies * found[0][1]
+    for mine, everything, largest in found:
+        assert mine <= copies * everything / 4 + largest

@@ -72,6 +72,9 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     inputs = states + list(_inputs(model, run, stage))
     layers = _LayerCounts(model, run)
     found, in_flight = [], _in_flight(run, stage)
+    if run.shards("params") > 1:
+        whole = f"{count:,} parameters x {run.itemsize} bytes that Megatron-FSDP has not sharded yet"
+        found.append(Moment(BUILDING, [MemoryItem("whole weights", count * run.itemsize, whole)]))
     if stage == stages - 1:
         found.append(Moment(HEAD, [*inputs, *layers.kept(in_flight), _head(model, run)]))
     found.append(Moment(MLP, [*inputs, *layers.at_work(in_flight, 0), _mlp_backward(model, run)]))
@@ -115,15 +118,17 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
 
 
 def _building_of_fsdp2(model: ModelShape, run: TrainConfig, parameters: int) -> Moment:
-    """The whole model, while one of its first parts is converted to float32 and sharded."""
-    layer, shards = model.layer_parameters(run.tensor_model_parallel_size), run.shards("params")
-    embedding = parameters - model.num_layers * layer - _root_of_fsdp2(model, run)  # 0 if it is tied
-    part = max(layer, embedding)
-    whole = f"{parameters - part:,} parameters x {run.itemsize} bytes that are not sharded yet"
-    one = f"{part:,} parameters of a layer or the embedding x 4 bytes (float32), and again / {shards} ranks"
+    """The embedding, and the last layer or the output layer, while they are whole; other layers are sharded already."""
+    layer, root = model.layer_parameters(run.tensor_model_parallel_size), _root_of_fsdp2(model, run)
+    layers, shards = model.num_layers * layer, run.shards("params")
+    embedding = parameters - layers - root  # 0 if it is tied
+    whole = embedding + max(layer, root)
+    sharded = layers if layer > root else layers + max(embedding, root)
+    formula = f"{whole:,} parameters of the embedding and a layer or the output layer x {run.itemsize} bytes"
+    of_shards = f"{sharded:,} parameters x {run.itemsize} bytes / {shards} data x context ranks that shard it"
     items = [
-        MemoryItem("weights", (parameters - part) * run.itemsize, whole),
-        MemoryItem("a part in float32", 4 * part + 4 * part // shards, one),
+        MemoryItem("whole weights", whole * run.itemsize, formula),
+        MemoryItem("weights", sharded * run.itemsize // shards, of_shards),
     ]
     return Moment(BUILDING, items)
 

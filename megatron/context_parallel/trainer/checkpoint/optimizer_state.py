@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.context_parallel.patches.megatron_offloaded_optimizer import prime_offloaded
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
-from .sharded_weights import RowSharding, copy_share, described, empty, gather_rows, rows_of
+from .sharded_weights import RowSharding, copy_share, described, whole_tensor
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 # Of a group of parameters; the schedule sets lr and weight decay.
@@ -42,8 +42,7 @@ def sharded_optimizer(
         groups += [_without_parameters(group) | {"step": _step(part)} for group in part.optimizer.param_groups]
     states = {}
     for number, chunk in enumerate(model):
-        for name, entry, parameter in described(chunk):
-            rows = rows_of(parameter)
+        for name, entry, parameter, rows in described(chunk):
             states[f"{number}.{name}"] = _sharded_states(entry, _states(parts, parameter), rows, loading)
     kind = METADATA["distrib_optim_sharding_type"]
     sharded = {"optimizer": {"param_groups": groups}, "param_state": states, "param_state_sharding_type": kind}
@@ -61,10 +60,10 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
         return
     parts = _parts(optimizer)
     for number, chunk in enumerate(model):
-        for name, _, parameter in described(chunk):
-            rows = rows_of(parameter)
+        for name, _, parameter, rows in described(chunk):
+            own = loaded["param_state"].get(f"{number}.{name}", {})
             for kind, tensor in _states(parts, parameter).items():
-                copy_share(tensor, loaded["param_state"][f"{number}.{name}"][kind], rows)
+                copy_share(tensor, own.get(kind), rows)
     step = loaded["optimizer"]["param_groups"][0]["step"]
     for part in parts:
         for state in part.optimizer.state.values():
@@ -99,12 +98,15 @@ def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> di
 def _sharded_states(
     entry: ShardedBase, states: dict[str, Tensor], rows: RowSharding | None, loading: bool
 ) -> dict[str, ShardedBase]:
-    """The states of a weight whose entry in checkpoints is `entry`."""
+    """The states of a weight whose entry in checkpoints is `entry`; none if another rank owns them."""
     found = {}
     for kind, tensor in states.items():
-        data = empty(tensor, torch.float32) if loading else gather_rows(tensor, rows, torch.float32)
+        whole = whole_tensor(tensor, rows, torch.float32, loading)
+        if whole is None:
+            continue
         dtype = {"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {}
-        found[kind] = replace(entry, key=f"optimizer.state.{kind}.{entry.key}", data=data, **dtype)
+        changes = {"key": f"optimizer.state.{kind}.{entry.key}", "data": whole, **dtype}
+        found[kind] = rows.owned(entry, **changes) if rows else replace(entry, **changes)
     return found
 
 

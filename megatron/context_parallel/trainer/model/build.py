@@ -37,6 +37,7 @@ from megatron.context_parallel.trainer.config.workload import model_of, run_of
 from .data_parallel import DataParallel, finish_gradients, wrap
 from .loss_scale import share_scale
 from .shard_optimizer import HostOptimizer, adamw_of_shards
+from .torch_fsdp2 import Sharder, shard_when_built
 
 
 def build_model(args: Arguments) -> list[DataParallel]:
@@ -46,20 +47,35 @@ def build_model(args: Arguments) -> list[DataParallel]:
     cp = contexts_by_layer(args.cp_layers, group)
     chunks = args.virtual_pipeline_model_parallel_size or 1
     virtual = range(chunks) if chunks > 1 else [None]
-    model = [_wrap(args, config, index, build_gpt(args, config, cp, stage)) for index, stage in enumerate(virtual)]
+    sharder = Sharder(args) if args.use_torch_fsdp2 else None
+    model = []
+    for index, stage in enumerate(virtual):
+        model.append(_wrap(args, config, index, build_gpt(args, config, cp, stage, sharder), sharder))
     _synchronise_by(args, config, model)
     return model
 
 
-def build_gpt(args: Arguments, config: TransformerConfig, cp: Contexts, vp_stage: int | None = None) -> ModelWithLoss:
-    """The plain GPT model of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE."""
+def build_gpt(
+    args: Arguments,
+    config: TransformerConfig,
+    cp: Contexts,
+    vp_stage: int | None = None,
+    sharder: Sharder | None = None,
+) -> ModelWithLoss:
+    """The GPT model of this pipeline rank's (virtual) stage, with our attention and its layout's RoPE.
+
+    With a `sharder` its layers are sharded.
+    """
     whitelist = args.recompute_whitelist or []
     layers = get_num_layers_to_build(config, vp_stage)
     stage = {"ignore_virtual": False, "vp_stage": vp_stage}
     yarn = args.position_embedding_type == "yarn"
+    block = block_spec(config, cp, layers, args.cp_attention_backend, "core_attention" in whitelist)
+    if sharder:
+        shard_when_built(block.layer_specs[0], sharder)  # all layers have this spec
     model = ModelWithLoss(
         config,
-        block_spec(config, cp, layers, args.cp_attention_backend, "core_attention" in whitelist),
+        block,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -181,11 +197,13 @@ def transformer_config(args: Arguments) -> ModelConfig:
     return ModelConfig(**given)
 
 
-def _wrap(args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel) -> DataParallel:
-    if torch.cuda.is_available():
+def _wrap(
+    args: Arguments, config: TransformerConfig, index: int, gpt: GPTModel, sharder: Sharder | None
+) -> DataParallel:
+    if torch.cuda.is_available() and not sharder:  # which may have put shards into host memory
         gpt.cuda(torch.cuda.current_device())
     gpt.model_type = ModelType.encoder_or_decoder
-    return wrap(args, config, Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt, index)
+    return wrap(args, config, Float16Module(config, gpt) if args.bf16 or args.fp16 else gpt, index, sharder)
 
 
 def _synchronise_by(args: Arguments, config: TransformerConfig, model: list[DataParallel]) -> None:
