@@ -245,21 +245,26 @@ def test_a_copy_of_a_model_must_be_registered(ranks, kind):
         ("LoraConfig", {"alora_invocation_tokens": [7]}, "alora_invocation_tokens: looked for among the tokens of a"),
         ("LoraConfig", {"layer_replication": [[0, 2], [0, 2]]}, "layer_replication: copied layers keep the attention"),
         ("LoraConfig", {"velora_config": {"num_groups": 4}}, "velora_config: its projection is the mean over the toke"),
+        ("PromptTuningConfig", {"num_virtual_tokens": 4}, "peft's PROMPT_TUNING: adds tokens or keys to those of"),
         ("LoraConfig", {"velora_config": {"num_groups": 4, "init_type": "random"}}, None),
         ("LoraConfig", {}, None),
     ],
 )
 def test_an_adapter_that_mixes_tokens_is_refused(adapter, options, why):
     peft = pytest.importorskip("peft", reason="needs the package peft")
+    from megatron.context_parallel.integration.transformers import register
     from megatron.context_parallel.integration.transformers_model import check_adapters
 
     model = model_of("llama")
-    peft.get_peft_model(model, getattr(peft, adapter)(task_type="CAUSAL_LM", **options))
+    adapted = peft.get_peft_model(model, getattr(peft, adapter)(task_type="CAUSAL_LM", **options))
     if why is None:
-        check_adapters(model)
+        check_adapters(adapted)
         return
     with pytest.raises(UsageError, match=why):
-        check_adapters(model)
+        register(SimpleNamespace(), adapted)
+    if adapter != "PromptTuningConfig":  # only the wrapper knows that one
+        with pytest.raises(UsageError, match=why):
+            check_adapters(model)
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,8 @@ def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
         UsageError: the model does not support other attention functions, or mixes tokens outside of attention.
             `set_attn_implementation` raises the same.
     """
+    if model is not None:
+        check_adapters(model)  # a wrapper of peft knows adapters that the model itself does not
     _contexts[:] = [cp]
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
