@@ -312,6 +312,17 @@ def made_up(model, tokens: torch.Tensor) -> None:
         register(ring, model)
 
 
+def left_to_accelerate(model, **named) -> None:
+    """The hooks of accelerate's own context parallelism remove masks."""
+    taken = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda _, args, given: (args, given | {"attention_mask": None}), with_kwargs=True
+    )
+    try:
+        model(**named)
+    finally:
+        taken.remove()
+
+
 def mistakes() -> list[str]:
     """The error of each wrong use."""
     from megatron.context_parallel.integration.transformers import register, shard_batch
@@ -346,6 +357,7 @@ def mistakes() -> list[str]:
         "router": lambda: model(**named, output_router_logits=True),
         "kept": lambda: model.generate(tokens, position_ids=places, max_new_tokens=1, use_cache=False),
         "weights of scores": lambda: model(**named, use_cache=False, indices=tokens),
+        "accelerate": lambda: left_to_accelerate(model, **named),
         "not registered": lambda: unknown(**named, labels=tokens),
     }
     said = []
@@ -378,6 +390,7 @@ def test_wrong_uses_are_told(ranks):
                 "router: output_router_logits: the load balancing loss would cover only a rank's tokens; give ",
                 "kept: logits_to_keep: it would apply to a rank's own tokens; leave it out",
                 "weights of scores: LlamaAttention: passes indices to its attention, which is not supported",
+                "accelerate: LlamaAttention: has no mask from transformers; with accelerate call use_context_",
                 "not registered: LlamaAttention: the batches of its model are not checked; call register(cp, model)",
             ),
             strict=True,
