@@ -326,6 +326,19 @@ def test_other_derivatives_are_refused(spec, derive, monkeypatch):
         derive(lambda q: context_parallel_attention(q, q, q, cp), q)
 
 
+@pytest.mark.parametrize("way", ["torch.export", "torch.jit.trace"])
+def test_programs_for_other_processes_are_refused(way):
+    """Elsewhere the number of the context group could be that of another one."""
+
+    class Model(torch.nn.Module):
+        def forward(self, q):
+            return context_parallel_attention(q, q, q, cp)
+
+    cp, make = AllRanks(2), torch.export.export if way == "torch.export" else torch.jit.trace
+    with pytest.raises(UsageError, match=f"^{way}: context_parallel_attention belongs to the ranks of this job; use "):
+        make(Model(), (torch.randn(8, 1, 2, 4),))
+
+
 def test_second_derivatives_are_refused():
     q = torch.randn(8, 1, 2, 4, requires_grad=True)
     out = context_parallel_attention(q, q, q, AllRanks(2))

@@ -1,14 +1,16 @@
 """From HuggingFace to a checkpoint of the trainer and back: bit-equal, in constant memory, and refused inputs."""
 
 import resource
+import shutil
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from megatron.core import parallel_state
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import convert_hf
@@ -18,9 +20,11 @@ from megatron.context_parallel.generation.generator import text_tokenizer
 from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.inference.tokenizer import HuggingFaceTokenizer
 from megatron.context_parallel.integration.huggingface.folder import SafetensorsFolder
+from megatron.context_parallel.trainer.checkpoint import saved_flags
+from megatron.context_parallel.trainer.checkpoint.store import read_saved_args
 from tests.support import training_case
 from tests.support.convert_case import check_flags_file, convert, finetune
-from tests.support.llama_case import VOCABULARY, load_llama, save_llama, save_tokenizer
+from tests.support.llama_case import CHAT, VOCABULARY, load_llama, save_llama, save_tokenizer
 
 PP, CP = "pipeline_model_parallel_size", "context_parallel_size"
 
@@ -79,10 +83,18 @@ def test_finetuning_from_them_on_any_ranks_and_what_is_trained_goes_back(ranks, 
     assert all(not torch.equal(first.read(name), last.read(name)) for name in first.names)  # it was trained
 
 
+def as_if_trained_on_chats(folder: Path) -> None:
+    convert("to-megatron", folder / "hf", folder / "run")
+    run = folder / "run" / "iter_0000000"
+    with patch.object(saved_flags, "read_saved_args", return_value=read_saved_args(run) | {"sft": True}):
+        convert("to-hf", folder / "run", folder / "chats")
+
+
 def test_the_tokenizer_and_all_end_tokens_come_back(ranks, tmp_path):
+    """The folder has an old end token, 200; the tokenizer and the template of chats have others."""
     save_llama(tmp_path / "hf", "llama3", vocab_size=259)
     save_tokenizer(tmp_path / "hf", chat=True)
-    GenerationConfig(eos_token_id=[2, 200], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "hf")
+    GenerationConfig(eos_token_id=[200], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "hf")
     ranks(1, there_and_back, tmp_path)
     first, last = (HuggingFaceTokenizer(str(tmp_path / name), special=True) for name in ("hf", "back"))
     assert first.ends == last.ends == {2, 200}
@@ -90,7 +102,14 @@ def test_the_tokenizer_and_all_end_tokens_come_back(ranks, tmp_path):
     assert last.encode("a é") == first.encode("a é") and last.chat(said) == first.chat(said)
     between = text_tokenizer(model_arguments(Source(load=str(tmp_path / "run"))))
     assert between.encode("a é") == first.encode("a é") and between.encode("a")[0] == 1  # which begins each text
-    assert GenerationConfig.from_pretrained(tmp_path / "back").temperature == 0.6
+    assert between.ends == first.ends
+    written = GenerationConfig.from_pretrained(tmp_path / "back")  # all that transformers' generate reads
+    assert written.temperature == 0.6 and written.eos_token_id == [200, 2]
+    assert AutoConfig.from_pretrained(tmp_path / "back").eos_token_id == [200, 2]
+    (tmp_path / "hf" / "chat_template.jinja").write_text(CHAT.replace("{% endfor %}", "<unk>{% endfor %}"))
+    shutil.rmtree(tmp_path / "run")
+    ranks(1, as_if_trained_on_chats, tmp_path)
+    assert GenerationConfig.from_pretrained(tmp_path / "chats").eos_token_id == [200, 0, 2]
 
 
 @contextmanager

@@ -269,6 +269,8 @@ def test_texts_end_where_the_tokenizer_says_too(tmp_path, capsys):
     (tmp_path / "chat_template.jinja").write_text(chat_case.CHATML.replace("<|im_end|>", "<|im_start|>"))
     other = HuggingFaceTokenizer(str(tmp_path), special=True)
     assert other.missing_end() == start
+    of_chats = HuggingFaceTokenizer(str(tmp_path), special=True, chats=True)
+    assert of_chats.ends == {7, start, end} and of_chats.missing_end() is None
     args = SimpleNamespace(load="there")
     for tokenizer in (made, other, ByteTokenizer(256)):
         generator._warn_of_missing_end(args, tokenizer)

@@ -34,8 +34,16 @@ def compare(ranks, *flags: str) -> None:
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_trainer_equals_one_rank(ranks, model):
-    compare(ranks, model)
+def test_trainer_equals_one_rank(ranks, model, tmp_path):
+    """A model with windows, which accelerate's own context parallelism refuses."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, MistralConfig, MistralForCausalLM
+
+    sizes = AutoConfig.from_pretrained(model).to_dict() | {"model_type": "mistral", "sliding_window": 50}
+    torch.manual_seed(0)
+    MistralForCausalLM(MistralConfig(**sizes)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    compare(ranks, str(tmp_path))
 
 
 def test_sft_trainer_on_packed_chats_equals_one_rank(ranks, model, tmp_path):

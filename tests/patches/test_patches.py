@@ -324,7 +324,10 @@ BODIES: Table = {
         },
     },
     "accelerate": {
-        "accelerate/accelerator.py": {"Accelerator.maybe_context_parallel": "185068be5cae"},
+        "accelerate/accelerator.py": {
+            "Accelerator._prepare_cp": "cd11307ce0cc",
+            "Accelerator.maybe_context_parallel": "185068be5cae",
+        },
         "accelerate/big_modeling.py": {"_attach_context_parallel_hooks": "f464bc2f4746"},
     },
     "diffusers": {

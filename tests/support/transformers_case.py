@@ -82,8 +82,11 @@ def train(
     return losses
 
 
-def accelerated(family: str, spec: str, steps: int = 3) -> list[float]:
-    """The same steps by accelerate: FSDP2 over 2 data x 2 context ranks, a sample for each data rank."""
+def accelerated(family: str, spec: str, first: bool = False, steps: int = 3) -> list[float]:
+    """The same steps by accelerate: FSDP2 over 2 data x 2 context ranks, a sample for each data rank.
+
+    `first`: the attention is ours before accelerate prepares the model.
+    """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -97,8 +100,11 @@ def accelerated(family: str, spec: str, steps: int = 3) -> list[float]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
     accelerator = Accelerator(cpu=True, parallelism_config=parallelism, fsdp_plugin=plugin)
     model = model_of(family)
+    if first:
+        use_context_parallel(accelerator, spec, model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    use_context_parallel(accelerator, spec, model)
+    if not first:
+        use_context_parallel(accelerator, spec, model)
     data = batch()
     tokens = (data["labels"][:, 1:] != -100).sum() / dist.get_world_size()
     mine = accelerator.torch_device_mesh["dp_shard"].get_local_rank()

@@ -20,7 +20,16 @@ from megatron.context_parallel.tokens.handles import HandleOf, handle_of
 from megatron.context_parallel.tokens.mask import Mask
 
 from .context import AllRanks, ContextParallel
-from .inputs import autocast, check, check_kernel, check_partials, check_types, from_sbhd, to_sbhd
+from .inputs import (
+    autocast,
+    check,
+    check_kernel,
+    check_partials,
+    check_types,
+    from_sbhd,
+    refuse_saved_programs,
+    to_sbhd,
+)
 from .torch_op import OpArgs, attention
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -119,6 +128,7 @@ def _local_inputs(
     """q, k and v as [s, b, heads, d] in autocast's dtype; for DTensors their local parts, and a function that wraps a
     local result like q, else None."""
     placed = None
+    refuse_saved_programs()
     if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
         from .dtensors import check_tokens, local_parts  # PyTorch's DTensor takes 0.7 s to import
 

@@ -88,6 +88,16 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
         )
 
 
+def refuse_saved_programs() -> None:
+    """Raises UsageError under torch.export and torch.jit.trace.
+
+    A program has the number of the context group, which in another process is that of another group, or of none.
+    """
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        way = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace"
+        raise UsageError(f"{way}: context_parallel_attention belongs to the ranks of this job; use torch.compile")
+
+
 def check(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tensor_layout: str = "sbhd", *, smallest: int = 1
 ) -> None:

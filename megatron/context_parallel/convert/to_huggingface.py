@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.inference.tokenizer import HuggingFaceTokenizer, end_tokens
 from megatron.context_parallel.integration.huggingface.config import config_of
 from megatron.context_parallel.integration.huggingface.folder import write_safetensors
 from megatron.context_parallel.integration.huggingface.weights import to_huggingface
 from megatron.context_parallel.trainer.checkpoint.plain_read import plain_reads
+from megatron.context_parallel.trainer.checkpoint.saved_flags import is_of_chats
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.model.meta_model import Done, bytes_of, chunk_of, shards_of
 
@@ -31,8 +33,8 @@ _TEXT_FILES = (
     "chat_template*",
     "vocab.json",
     "merges.txt",
-    "generation_config.json",  # it may have more end tokens than config.json
 )
+_GENERATION = "generation_config.json"  # it may have more end tokens than config.json
 _OF_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -64,9 +66,9 @@ def to_folder(args: Arguments, model: GPTModel, checkpoint: Path, folder: Path, 
         needed = bytes_of(model)
         if free < needed:
             raise OSError(f"its weights need {needed / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free")
+        _add_tokenizer(args, config, temporary)
         weights = to_huggingface(_weights_of(model, checkpoint, done), model.config, args.vocabulary)
         write_safetensors(temporary, weights, most_bytes)
-        _add_tokenizer(args, config, temporary)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         temporary.rename(folder)
     except (OSError, SafetensorError) as error:
@@ -131,13 +133,37 @@ class _Into(DefaultLoadPlanner):
 
 
 def _add_tokenizer(args: Arguments, config: dict[str, Any], folder: Path) -> None:
-    """Copies the files of the run's tokenizer and how its texts end, and adds the ids of special tokens to `config`."""
+    """Copies the files of the run's tokenizer, and adds the ids of special tokens to `config`.
+
+    Every reader shall end texts where this project does, but transformers takes end tokens from one file only.
+    """
     if args.tokenizer_type != "HuggingFaceTokenizer":
         return
     assert args.tokenizer_model
     source = Path(args.tokenizer_model)
     for path in {path for pattern in _TEXT_FILES for path in source.glob(pattern) if path.is_file()}:
         shutil.copyfile(path, folder / path.name)
-    if (source / "config.json").is_file():
-        theirs = json.loads((source / "config.json").read_bytes())
-        config.update({name: theirs[name] for name in _OF_TEXT if name in theirs})
+    theirs = _read_json(source / "config.json")
+    config.update({name: theirs[name] for name in _OF_TEXT if name in theirs})
+    tokenizer = HuggingFaceTokenizer(args.tokenizer_model, special=False, chats=is_of_chats(args))
+    if not tokenizer.ends:
+        return
+    first = end_tokens(source)  # transformers fills up batches with the first one
+    ends = [*first, *sorted(tokenizer.ends.difference(first))]
+    config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    if (source / _GENERATION).is_file():
+        texts = _read_json(source / _GENERATION) | {"eos_token_id": config["eos_token_id"]}
+        (folder / _GENERATION).write_text(json.dumps(texts, indent=2) + "\n")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The fields of a file of the tokenizer's folder; none if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); copy it again") from None
+    if not isinstance(fields, dict):
+        raise UsageError(f"{path}: contains no fields; copy it again")
+    return fields

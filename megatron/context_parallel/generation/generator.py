@@ -19,7 +19,7 @@ from megatron.context_parallel.inference.tokenizer import (
 )
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
 from megatron.context_parallel.progress import is_first_rank
-from megatron.context_parallel.trainer.checkpoint.saved_flags import is_converted
+from megatron.context_parallel.trainer.checkpoint.saved_flags import is_converted, is_of_chats
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.workload import model_of
 from megatron.context_parallel.trainer.data.tokenizer import BYTES
@@ -99,7 +99,8 @@ def text_tokenizer(args: Arguments) -> Tokenizer:
         return ByteTokenizer(end=BYTES)
     if args.tokenizer_type == "HuggingFaceTokenizer":
         assert args.tokenizer_model is not None
-        return HuggingFaceTokenizer(args.tokenizer_model, special=is_converted(args))  # training adds none
+        converted = is_converted(args)  # training adds no special tokens
+        return HuggingFaceTokenizer(args.tokenizer_model, special=converted, chats=is_of_chats(args))
     if args.tokenizer_type == "NullTokenizer":
         raise UsageError(f"--load {args.load}: trained with --tokenizer-type NullTokenizer, which has no text")
     assert args.tokenizer_model is not None

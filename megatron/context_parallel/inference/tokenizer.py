@@ -115,6 +115,7 @@ class HuggingFaceTokenizer:
     Args:
         folder: a folder with tokenizer.json.
         special: whether a prompt gets the special tokens that the folder configures, such as Llama's BOS.
+        chats: whether the model was trained on chats of its template. Then the token after an answer ends a text too.
 
     Attributes:
         of_transformers: the tokenizer of transformers.
@@ -123,7 +124,7 @@ class HuggingFaceTokenizer:
         UsageError: the folder has no readable tokenizer.
     """
 
-    def __init__(self, folder: str, special: bool) -> None:
+    def __init__(self, folder: str, special: bool, chats: bool = False) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it when imported
         from transformers import AutoTokenizer
 
@@ -137,7 +138,9 @@ class HuggingFaceTokenizer:
             raise UsageError(f"{folder}: its tokenizer cannot be read ({why}); copy tokenizer.json there") from error
         self._folder, self._special = folder, special
         self.has_chat = bool(self.of_transformers.chat_template)
-        self.ends = frozenset([*_end_tokens(Path(folder)), self.of_transformers.eos_token_id]) - {None}
+        self.ends = frozenset([*end_tokens(Path(folder)), self.of_transformers.eos_token_id]) - {None}
+        if chats and (end := self.missing_end()) is not None:
+            self.ends |= {end}
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
         return self.of_transformers.encode(text, add_special_tokens=self._special if special is None else special)
@@ -180,8 +183,8 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
-def _end_tokens(folder: Path) -> list[int]:
-    """The end tokens in generation_config.json, or else in config.json."""
+def end_tokens(folder: Path) -> list[int]:
+    """The end tokens of a HuggingFace folder: those in generation_config.json, or else in config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             ends = json.loads((folder / name).read_bytes()).get("eos_token_id")

@@ -10,13 +10,15 @@ from transformers import PreTrainedModel
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.patches.accelerate import cut_with, leave_masks_alone
+from megatron.context_parallel.patches.accelerate import cut_with, leave_masks_alone, prepare_without_its_ring
 
 from .transformers import register
 
 
 def use_context_parallel(accelerator: Accelerator, strategy: str, model: PreTrainedModel) -> ContextParallel:
-    """Replaces the accelerator's context parallelism with ours. Call it after `accelerator.prepare`.
+    """Replaces the accelerator's context parallelism with ours. Call it before or after `accelerator.prepare`.
+
+    Before it, models with sliding windows are possible: accelerate's own context parallelism refuses them.
 
     Within `accelerator.maybe_context_parallel(buffers=..., buffer_seq_dims=...)` each buffer has this rank's tokens, in
     the layout of the strategy. Give it `input_ids`, `position_ids` and `shift_labels`.
@@ -34,6 +36,7 @@ def use_context_parallel(accelerator: Accelerator, strategy: str, model: PreTrai
         raise UsageError("accelerator: has no context-parallel ranks; create it with ParallelismConfig(cp_size=2)")
     cp = ContextParallel(strategy, group=accelerator.torch_device_mesh["cp"].get_group())
     register(cp, model)
+    prepare_without_its_ring(accelerator)
     leave_masks_alone(model)
     cut_with(accelerator, partial(_cut, cp))
     return cp

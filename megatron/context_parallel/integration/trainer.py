@@ -13,6 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.patches.accelerate import prepare_without_its_ring
 
 from .accelerate import use_context_parallel
 from .transformers import shard_batch
@@ -33,6 +34,11 @@ class ContextParallelTrainer(Trainer):
 
     cp_strategy = "mesh"
     cp: ContextParallel | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Models with windows are prepared too, which accelerate's own context parallelism refuses."""
+        super().create_accelerator_and_postprocess()
+        prepare_without_its_ring(self.accelerator)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Refuses a trainer with its own training step that does not shard the batch. The Trainer calls it.

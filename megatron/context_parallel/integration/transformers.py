@@ -51,6 +51,8 @@ def register(cp: ContextParallel, model: PreTrainedModel | None = None) -> None:
         UsageError: the model does not support other attention functions, or mixes tokens outside of attention.
             `set_attn_implementation` raises the same.
     """
+    if model is not None:
+        check_adapters(model)  # a wrapper of peft knows adapters that the model itself does not
     _contexts[:] = [cp]
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
@@ -287,9 +289,11 @@ def _attend(
         raise UsageError(f"{name}: the batches of its model are not checked; call register(cp, model)")
     if dropout:
         raise UsageError(f"attention_dropout {dropout}: context-parallel attention has no dropout; give 0")
+    if attention_mask is None:  # accelerate's own context parallelism takes it away
+        why = "with accelerate call use_context_parallel, else use another model"
+        raise UsageError(f"{name}: has no mask from transformers; {why}")
     if not isinstance(attention_mask, _Call):
-        given = "no mask" if attention_mask is None else "its own attention mask"
-        raise UsageError(f"{name}: has {given} instead of one from transformers; use another model")
+        raise UsageError(f"{name}: has its own attention mask instead of one from transformers; use another model")
     for unknown, what in others.items():
         if unknown not in _CHANGES_NOTHING and what is not None and what is not False:
             raise UsageError(f"{name}: passes {unknown} to its attention, which is not supported; use another model")

@@ -51,13 +51,18 @@ def _reasons(model: PreTrainedModel, name: str) -> Iterator[str]:
         yield f"rope_type {long[0]} depends on the number of tokens of a rank; give another, such as default or yarn"
 
 
-def check_adapters(model: PreTrainedModel) -> None:
-    """Rejects adapters of peft that compute across the tokens of a sequence, or bring layers with another attention.
+def check_adapters(model: torch.nn.Module) -> None:
+    """Rejects adapters of peft that compute across the tokens of a sequence, add some, or have another attention.
+
+    `model` is a model of transformers, or peft's wrapper of one, which also knows the adapters that add tokens.
 
     Raises:
         UsageError: the message names the method.
     """
     for adapter in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(adapter, "is_prompt_learning", False):
+            kind = str(adapter.peft_type.value)
+            raise UsageError(f"peft's {kind}: adds tokens or keys to those of each rank; use another, such as LoRA")
         if getattr(adapter, "alora_invocation_tokens", None):
             raise UsageError("alora_invocation_tokens: looked for among the tokens of a rank only; leave them out")
         if getattr(adapter, "layer_replication", None):

@@ -9,6 +9,15 @@ from torch import nn
 CHECKED = {"accelerate": "1.15", "torch": "2.11 to 2.15"}
 
 
+def prepare_without_its_ring(accelerator: Accelerator) -> None:
+    """Makes `accelerator.prepare` leave context parallelism to us. It refuses models with windows for its own ring."""
+    accelerator._prepare_cp = _as_they_are  # type: ignore[method-assign]
+
+
+def _as_they_are(*prepared: object) -> tuple[object, ...]:
+    return prepared
+
+
 def cut_with(accelerator: Accelerator, cut: Callable[..., AbstractContextManager[None]]) -> None:
     """Makes `accelerator.maybe_context_parallel` return `cut`, called with the same arguments by name."""
     accelerator._cp_context = cut

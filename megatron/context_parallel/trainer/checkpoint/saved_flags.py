@@ -31,6 +31,11 @@ def is_converted(asked: Flags) -> bool:
     return "converted_from" in _saved(asked)
 
 
+def is_of_chats(asked: Flags) -> bool:
+    """Whether the checkpoint of `--load` was trained with `--sft`."""
+    return bool(_saved(asked).get("sft"))
+
+
 def _saved(asked: Flags) -> dict[str, Any]:
     checkpoint = choose_checkpoint(
         asked, *loadable_checkpoints(asked), quick_fault, lambda line: None
