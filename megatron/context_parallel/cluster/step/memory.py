@@ -73,8 +73,8 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     layers = _LayerCounts(model, run)
     found, in_flight = [], _in_flight(run, stage)
     if run.shards("params") > 1:
-        whole = f"{count:,} parameters x {run.itemsize} bytes that Megatron-FSDP has not sharded yet"
-        found.append(Moment(BUILDING, [MemoryItem("whole weights", count * run.itemsize, whole)]))
+        whole = f"{parameters:,} parameters x {run.itemsize} bytes that Megatron-FSDP has not sharded yet"
+        found.append(Moment(BUILDING, [MemoryItem("whole weights", parameters * run.itemsize, whole)]))
     if stage == stages - 1:
         found.append(Moment(HEAD, [*inputs, *layers.kept(in_flight), _head(model, run)]))
     found.append(Moment(MLP, [*inputs, *layers.at_work(in_flight, 0), _mlp_backward(model, run)]))
