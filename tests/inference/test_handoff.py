@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron.context_parallel.inference.handoff.sequences import HandedSequence
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.integration.vllm import wire
 from megatron.context_parallel.integration.vllm.identity import difference, identity
-from megatron.context_parallel.integration.vllm.pull import Pull
+from megatron.context_parallel.integration.vllm.pull import Pull, give_back
 from megatron.context_parallel.integration.vllm.wire import Kind, Place, Ticket, WireError
 from megatron.context_parallel.serving.listen import bind
 from tests.support.handoff_case import DIM, HEADS, LAYERS, MODEL, Calls, Fetched, dense, fetch, handing_ranks
@@ -98,6 +99,19 @@ def test_a_lease_ends_when_all_workers_have_reported():
             wait_until(lambda: len(of.reports) > 0)
             of.reports.clear()
         wait_until(lambda: of.released == [("a", False)])
+
+
+def test_a_ticket_that_is_given_back_ends_its_lease():
+    """Also that of two workers. A rank that is not there, and one that no name or port can have, are no errors."""
+    with handing_ranks(1) as of:
+        of.hand_over("a", dense(5, 1))
+        for place in (Place("127.0.0.1", 1 << 16, 0, 0, HEADS), Place("a" * 64, 1, 0, 0, HEADS)):
+            give_back(replace(of.ticket("a", 5), places=(place,)), "another model")
+        assert not of.released
+        give_back(of.ticket("a", 5), "another model")
+        wait_until(lambda: of.released == [("a", False)])
+        assert [(report.rows, report.error) for report in of.reports] == [(0, "another model")]
+        give_back(of.ticket("a", 5), "another model")  # its lease has ended
 
 
 def test_a_lease_ends_by_time_and_a_sign_renews_it():
