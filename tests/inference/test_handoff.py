@@ -424,6 +424,19 @@ def test_a_release_ends_a_prefill():
     assert engine.step() == [RequestOutput("b", finish="cancelled")] and not engine.running
 
 
+@pytest.mark.parametrize(("window", "reused"), [(None, 32), (8, 0)])
+def test_a_decoder_gets_no_keys_that_windows_may_have_freed(window, reused):
+    """The kept sequence may have lost keys outside every window, and a decoder reads all."""
+    engine, _ = plain_engine(200)
+    engine.cache.window = window
+    engine.add(text_of("a", PROMPT * 2, 1))
+    while not engine.idle:
+        engine.step()
+    engine.add(prefill_only("b", PROMPT + [*b"0" * 16]))
+    assert engine.step()[0].reused == reused
+    engine.cancel("b")
+
+
 def test_wrong_rows_are_never_finished():
     """The last rows of a prompt whose logits are NaN; a rank that read the others is told."""
     engine, calls = plain_engine()
