@@ -271,6 +271,19 @@ def test_a_rank_that_hangs_with_the_lease_is_given_up():
     assert pull.report.error == "a rank sent nothing for 0.2 s" and pull.first_missing() == 0
 
 
+def test_a_rank_that_ends_closes_the_connections_of_decoders_and_prints_nothing(caplog):
+    with handing_ranks(1) as of:
+        of.each("open", "a", 5)
+        pull = Pull(of.ticket("a", 5), 0, (0, HEADS), Fetched(5))
+        thread = threading.Thread(target=pull.run)
+        thread.start()
+        wait_until(lambda: len(pull._sockets) == 2)
+        time.sleep(0.1)
+    thread.join(5)
+    assert pull.report.error and not thread.is_alive()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 def test_a_decoder_that_dies():
     """Its connections end in the middle of a transfer, and nothing is reported. The lease ends by time."""
     rows = dense(300, 1)
@@ -432,7 +445,7 @@ def test_a_decoder_gets_no_keys_that_windows_may_have_freed(window, reused):
     engine.add(text_of("a", PROMPT * 2, 1))
     while not engine.idle:
         engine.step()
-    engine.add(prefill_only("b", PROMPT + [*b"0" * 16]))
+    engine.add(prefill_only("b", [*PROMPT, *b"0" * 16]))
     assert engine.step()[0].reused == reused
     engine.cancel("b")
 

@@ -12,9 +12,9 @@ With --prefill-times it fits the constants of --cp-prefill empirical to measured
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import calibrate
+    from megatron.context_parallel.commands import programs
 
-    calibrate()
+    programs.calibrate()
 
 import csv
 import importlib

@@ -4,9 +4,9 @@ DIR is the `--save` directory of the training run.
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import checkpoint
+    from megatron.context_parallel.commands import programs
 
-    checkpoint()
+    programs.checkpoint()
 
 from pathlib import Path
 

@@ -4,9 +4,9 @@ Run it where you will train, with one process per rank and the heads of one tens
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import cluster_probe
+    from megatron.context_parallel.commands import programs
 
-    cluster_probe()
+    programs.cluster_probe()
 
 import os
 from dataclasses import replace

@@ -5,9 +5,9 @@ weights, is in memory at a time.
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import convert_hf
+    from megatron.context_parallel.commands import programs
 
-    convert_hf()
+    programs.convert_hf()
 
 import os
 import re

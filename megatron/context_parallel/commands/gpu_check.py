@@ -6,9 +6,9 @@ causal half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import gpu_check
+    from megatron.context_parallel.commands import programs
 
-    gpu_check()
+    programs.gpu_check()
 
 import gc
 import json

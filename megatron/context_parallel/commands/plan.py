@@ -1,9 +1,9 @@
 """Shows the volume, steps, idle time and peak memory of a strategy's plans, and draws them."""
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import plan
+    from megatron.context_parallel.commands import programs
 
-    plan()
+    programs.plan()
 
 from dataclasses import replace
 from pathlib import Path

@@ -4,9 +4,9 @@ RUN_DIR is the `--save` directory of the training run. Writes `RUN_DIR/loss.png`
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import plot_loss
+    from megatron.context_parallel.commands import programs
 
-    plot_loss()
+    programs.plot_loss()
 
 import json
 import statistics

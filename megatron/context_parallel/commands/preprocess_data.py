@@ -5,9 +5,9 @@ Each text file is one document, and so is each line of a JSON-lines file. The re
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import preprocess_data
+    from megatron.context_parallel.commands import programs
 
-    preprocess_data()
+    programs.preprocess_data()
 
 import json
 import multiprocessing

@@ -1,9 +1,9 @@
 """Pretrain a GPT or Llama with context parallelism: `torchrun ... pretrain_gpt.py --help`."""
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import pretrain
+    from megatron.context_parallel.commands import programs
 
-    pretrain()
+    programs.pretrain()
 
 import logging
 

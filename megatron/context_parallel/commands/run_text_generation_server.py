@@ -1,9 +1,9 @@
 """Serve a trained model over HTTP: `torchrun ... tools/run_text_generation_server.py --help`."""
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import run_text_generation_server
+    from megatron.context_parallel.commands import programs
 
-    run_text_generation_server()
+    programs.run_text_generation_server()
 
 import os
 import sys

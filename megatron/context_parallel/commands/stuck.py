@@ -5,9 +5,9 @@ code of a stopped rank.
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import stuck
+    from megatron.context_parallel.commands import programs
 
-    stuck()
+    programs.stuck()
 
 import json
 import shutil

@@ -4,9 +4,9 @@ A failing rank prints its own error. torchrun adds 40 lines; this adds one, and 
 """
 
 if __name__ == "__main__":  # python -m; before the imports, which may need an extra
-    from megatron.context_parallel.commands.programs import torchrun
+    from megatron.context_parallel.commands import programs
 
-    torchrun()
+    programs.torchrun()
 
 import logging
 import sys
