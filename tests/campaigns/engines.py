@@ -197,8 +197,7 @@ def alone(case: Case) -> Found:
 def _empty(engine: Engine) -> None:
     """Release and forget all sequences."""
     _release(engine)
-    for sequence in [*engine._reusable]:
-        engine._evict(sequence)
+    engine.forget()
 
 
 # ------------------------------------------------------------------------------------------------ the comparison

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -87,6 +88,15 @@ def test_every_console_script_is_a_command_whose_examples_work():
             for words in command.PARSER.examples:
                 command.PARSER.parse(shlex.split(words))
                 assert f" {words}".rstrip() + "\n" in command.PARSER.help("all")
+
+
+def test_a_command_runs_as_a_module_too(monkeypatch):
+    """`python -m megatron.context_parallel.commands.plan` is `cp-plan`."""
+    for name in [target.split(":")[1] for target in PROJECT["scripts"].values()]:
+        monkeypatch.setattr(programs, name, lambda name=name: sys.exit(name))
+        module = import_module(f"{programs.__package__}.{name}")
+        with pytest.raises(SystemExit, match=f"^{name}$"):
+            runpy.run_path(module.__file__, run_name="__main__")
 
 
 def names(requirements: list[str]) -> set[str]:

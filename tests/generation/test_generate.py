@@ -421,6 +421,20 @@ def test_the_tokens_of_a_prompt_are_scored_however_it_is_cut():
         assert token.top[0] == (place + 11, pytest.approx(logprobs[place, place + 11].item()))
 
 
+def test_what_is_kept_is_forgotten_when_weights_change():
+    engine = Engine(Fixed(200).session, Letters(), 512)
+    for name, reused in (("a", 0), ("b", 39), ("c", 0)):
+        if name == "c":
+            engine.forget()
+            assert engine.cache.room() == engine.capacity
+        outputs = finished(engine, request(name, prompt(40), 3, top_k=1))[name]
+        assert outputs[0].reused == reused
+    engine.add(request("d", prompt(40), 3))
+    engine.step()
+    with pytest.raises(RuntimeError, match="1 requests have not ended"):
+        engine.forget()
+
+
 def test_requests_wait_for_room_and_old_sequences_make_it():
     session = Fixed(100).session
     engine = Engine(session, Letters(), 512)

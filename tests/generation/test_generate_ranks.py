@@ -159,8 +159,7 @@ def texts_among_faults(asked: list[Request]) -> tuple[dict[str, list], bool]:
                 found[output.request] += [output.finish] if output.finish else []
             arriving = []
         loop.end()
-    for sequence in [*engine._reusable]:
-        engine._evict(sequence)
+    engine.forget()
     return found, session.room() == engine.capacity
 
 
@@ -223,8 +222,7 @@ def test_what_was_admitted_always_fits(n, pages, window):
             engine.cancel(next(iter(engine.running)))
         ended += sum(bool(output.finish) for output in engine.step())
     assert engine.idle and ended > 60
-    for sequence in [*engine._reusable]:
-        engine._evict(sequence)
+    engine.forget()
     assert engine.cache.room() == engine.capacity
     whole = request("whole", [5] * (most - 1), 1, top_k=1)
     engine.add(whole)

@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from megatron.context_parallel.inference.handoff.sequences import HandedSequence
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.integration.vllm import wire
 from megatron.context_parallel.integration.vllm.identity import difference, identity
-from megatron.context_parallel.integration.vllm.pull import Pull
+from megatron.context_parallel.integration.vllm.pull import Pull, give_back
 from megatron.context_parallel.integration.vllm.wire import Kind, Place, Ticket, WireError
 from megatron.context_parallel.serving.listen import bind
 from tests.support.handoff_case import DIM, HEADS, LAYERS, MODEL, Calls, Fetched, dense, fetch, handing_ranks
@@ -98,6 +99,19 @@ def test_a_lease_ends_when_all_workers_have_reported():
             wait_until(lambda: len(of.reports) > 0)
             of.reports.clear()
         wait_until(lambda: of.released == [("a", False)])
+
+
+def test_a_ticket_that_is_given_back_ends_its_lease():
+    """Also that of two workers. A rank that is not there, and one that no name or port can have, are no errors."""
+    with handing_ranks(1) as of:
+        of.hand_over("a", dense(5, 1))
+        for place in (Place("127.0.0.1", 1 << 16, 0, 0, HEADS), Place("a" * 64, 1, 0, 0, HEADS)):
+            give_back(replace(of.ticket("a", 5), places=(place,)), "another model")
+        assert not of.released
+        give_back(of.ticket("a", 5), "another model")
+        wait_until(lambda: of.released == [("a", False)])
+        assert [(report.rows, report.error) for report in of.reports] == [(0, "another model")]
+        give_back(of.ticket("a", 5), "another model")  # its lease has ended
 
 
 def test_a_lease_ends_by_time_and_a_sign_renews_it():
@@ -257,6 +271,19 @@ def test_a_rank_that_hangs_with_the_lease_is_given_up():
     assert pull.report.error == "a rank sent nothing for 0.2 s" and pull.first_missing() == 0
 
 
+def test_a_rank_that_ends_closes_the_connections_of_decoders_and_prints_nothing(caplog):
+    with handing_ranks(1) as of:
+        of.each("open", "a", 5)
+        pull = Pull(of.ticket("a", 5), 0, (0, HEADS), Fetched(5))
+        thread = threading.Thread(target=pull.run)
+        thread.start()
+        wait_until(lambda: len(pull._sockets) == 2)
+        time.sleep(0.1)
+    thread.join(5)
+    assert pull.report.error and not thread.is_alive()
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 def test_a_decoder_that_dies():
     """Its connections end in the middle of a transfer, and nothing is reported. The lease ends by time."""
     rows = dense(300, 1)
@@ -408,6 +435,19 @@ def test_a_release_ends_a_prefill():
     assert engine.step()[0].reused == 16
     engine.cancel("b")
     assert engine.step() == [RequestOutput("b", finish="cancelled")] and not engine.running
+
+
+@pytest.mark.parametrize(("window", "reused"), [(None, 32), (8, 0)])
+def test_a_decoder_gets_no_keys_that_windows_may_have_freed(window, reused):
+    """The kept sequence may have lost keys outside every window, and a decoder reads all."""
+    engine, _ = plain_engine(200)
+    engine.cache.window = window
+    engine.add(text_of("a", PROMPT * 2, 1))
+    while not engine.idle:
+        engine.step()
+    engine.add(prefill_only("b", [*PROMPT, *b"0" * 16]))
+    assert engine.step()[0].reused == reused
+    engine.cancel("b")
 
 
 def test_wrong_rows_are_never_finished():

@@ -108,6 +108,21 @@ def test_readers_import_nothing_slow():
 IMPORTED = "import sys, megatron.context_parallel.serving.reader, tests.support.chatty; print(*sys.modules)"
 
 
+def test_a_reader_whose_server_has_ended_before_it_was_ready_says_nothing():
+    done = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+LEFT_ALONE = """
+from multiprocessing import Pipe
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from megatron.context_parallel.serving.reader import _work
+ours, theirs = Pipe()
+ours.close()
+_work(theirs, ByteTokenizer(256), None)
+"""
+
+
 def say(port: int, content: str) -> tuple[int, str]:
     status, _, text = call(port, "/v1/chat/completions", SAID | {"messages": [{"role": "user", "content": content}]})
     return status, text

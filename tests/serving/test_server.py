@@ -450,6 +450,15 @@ def test_what_is_malformed_is_refused_with_the_name_of_the_field(server):
     assert worker.loop.engine.idle
 
 
+def test_a_slash_at_the_end_of_a_route_changes_nothing(server):
+    """A redirection would lead to http, also behind a TLS proxy, and to whatever Host a request named."""
+    _, port, _ = server
+    assert call(port, "/v1/completions/", GOOD)[0] == call(port, "/v1/models/parrot/", method="GET")[0] == 200
+    assert json.loads(call(port, "/v1/models/", method="GET")[2])["object"] == "list"
+    assert call(port, "/v1/completions/", GOOD, {"Host": "elsewhere.example"})[0] == 403
+    assert call(port, "/v1/completions//", GOOD)[0] == 404
+
+
 def test_chat_without_a_template_is_refused():
     with serving() as (_, port, _):
         status, _, text = call(port, "/v1/chat/completions", SAID)

@@ -12,9 +12,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.kernels.aten import AtenFlash
-from megatron.context_parallel.trainer import log, setup, training
+from megatron.context_parallel.trainer import log, training
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.checkpoint.train_state import Progress
+from megatron.context_parallel.trainer.faults import lifetime
 from tests.support import flags_case, training_case
 from tests.support.case_args import CaseArgs
 from tests.support.training_spreads import CP, KEPT, PP, RECOMPUTED, SPREADS, TP, check_spread, train_from
@@ -168,10 +169,10 @@ def run_until_interval() -> int:
 def run_until_sigterm() -> int:
     """Rank 0 alone is told to stop; both do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup, "_sigterm", [])
+        patch.setattr(lifetime, "_sigterm", [])
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         handler = signal.getsignal(signal.SIGTERM)
-        setup._hold_back_sigterm()
+        lifetime.hold_back_sigterm()
         if torch.distributed.get_rank() == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         done = run_until()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from megatron.context_parallel.commands import stuck
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.runtime.comm.flight_recorder import Position
 from megatron.context_parallel.trainer import setup
-from megatron.context_parallel.trainer.faults import crash, rank_file
+from megatron.context_parallel.trainer.faults import crash, crash_log, lifetime, rank_file
 from megatron.context_parallel.trainer.faults import judge as judges
 from megatron.context_parallel.trainer.faults import monitor as monitors
 from megatron.context_parallel.trainer.faults import watch as watches
@@ -454,6 +455,15 @@ def test_a_rank_speaks_unless_another_is_to(rank, error, answer, monkeypatch, ca
     assert watch._said.is_set() == (not raised)  # until then no signal ends it
     words = capsys.readouterr().err
     assert raised or (str(error) in words) == (answer != "be still")
+
+
+def test_a_rank_that_lingers_leaves_after_a_sigterm_that_came_before(monkeypatch):
+    """Or to another thread: `multiprocessing` lifts the mask when it starts a helper by "spawn"."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    monkeypatch.setattr(lifetime, "_sigterm", [signal.SIGTERM])
+    begin = time.monotonic()
+    crash_log.linger()
+    assert time.monotonic() - begin < crash_log._SECONDS_TO_BE_ENDED / 2
 
 
 def test_a_rank_that_is_alone_raises_a_usage_error_again_and_leaves(monkeypatch):

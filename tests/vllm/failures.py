@@ -16,6 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from vllm import SamplingParams
+
 from megatron.context_parallel.integration.vllm import connector
 
 from .decode import counts, decode, difference, equal_tokens, start
@@ -50,24 +52,25 @@ def late(params: dict) -> dict:
     return params
 
 
-# For each case: what is done to a ticket, and whether vLLM counts a failed load (else it does not try).
+# For each case: what is done to a ticket, whether vLLM counts a failed load (else it does not try), and whether our
+# ranks learn that the rows are not needed.
 CASES = {
-    "a rank is absent": (absent, 1),
-    "the first rank is lost while it sends": (lambda params: through(params, 0, cut), 1),
-    "the second rank is lost while it sends": (lambda params: through(params, 1, cut), 1),
-    "a rank hangs": (lambda params: through(params, 1, Hang()), 1),
-    "a rank accepts and sends nothing": (lambda params: through(params, 1, Hang(0)), 1),
-    "the rank of the lease accepts and sends nothing": (lambda params: through(params, 0, Hang(0)), 1),
-    "a byte is damaged": (lambda params: through(params, 1, damage), 1),
-    "a rank has other heads": (other_heads, 1),
-    "an unknown sequence": (lambda params: changed(params, id="0" * 32), 1),
-    "another prompt": (lambda params: changed(params, tokens_digest="0" * 32), 0),
-    "fewer tokens": (lambda params: changed(params, tokens=699), 0),
-    "other weights": (lambda params: with_model(params, weights="0" * 32), 0),
-    "another dtype": (lambda params: with_model(params, dtype="bfloat16"), 0),
-    "another rope": (lambda params: with_model(params, rope={"rope_theta": 10000.0}), 0),
-    "another version": (lambda params: changed(params, version=2), 0),
-    "no ticket at all": (lambda params: changed(params, places="nowhere"), 0),
+    "a rank is absent": (absent, 1, True),
+    "the first rank is lost while it sends": (lambda params: through(params, 0, cut), 1, True),
+    "the second rank is lost while it sends": (lambda params: through(params, 1, cut), 1, True),
+    "a rank hangs": (lambda params: through(params, 1, Hang()), 1, True),
+    "a rank accepts and sends nothing": (lambda params: through(params, 1, Hang(0)), 1, True),
+    "the rank of the lease accepts and sends nothing": (lambda params: through(params, 0, Hang(0)), 1, False),
+    "a byte is damaged": (lambda params: through(params, 1, damage), 1, True),
+    "a rank has other heads": (other_heads, 1, True),
+    "an unknown sequence": (lambda params: changed(params, id="0" * 32), 1, False),
+    "another prompt": (lambda params: changed(params, tokens_digest="0" * 32), 0, True),
+    "fewer tokens": (lambda params: changed(params, tokens=699), 0, True),
+    "other weights": (lambda params: with_model(params, weights="0" * 32), 0, True),
+    "another dtype": (lambda params: with_model(params, dtype="bfloat16"), 0, True),
+    "another rope": (lambda params: with_model(params, rope={"rope_theta": 10000.0}), 0, True),
+    "another version": (lambda params: changed(params, version=2), 0, False),
+    "no ticket at all": (lambda params: changed(params, places="nowhere"), 0, False),
 }
 
 
@@ -107,11 +110,24 @@ def main(folder: Path, port: int, short: int, torchrun: int) -> None:
     text = json.loads((folder / "texts.json").read_text())[-1]
     llm = start(folder / "model", 1, 32, silence=3, max_num_batched_tokens=64, max_num_seqs=16)
     refused_settings(llm)
-    for what, (spoil, failures) in CASES.items():
+    for what, (spoil, failures, told) in CASES.items():
+        pinned = metric(port, "handoffs_pinned") + (not told)
         recomputed(llm, what, text, spoil(ticket(port, text["prompt"])), failures)
+        check(f"{what}: pinned", settled(port, "handoffs_pinned", pinned), pinned)
+    aborted(llm, port, text)
     recomputed(llm, "its lease is over", text, late(ticket(short, text["prompt"])), 1)
     client_gone(short, text)
     rank_killed(llm, port, text, torchrun)
+
+
+def aborted(llm: object, port: int, text: dict) -> None:
+    """A client leaves before vLLM has begun: the lease ends at once."""
+    pinned, params = metric(port, "handoffs_pinned"), ticket(port, text["prompt"])
+    check("aborted: pinned", settled(port, "handoffs_pinned", pinned + 1), pinned + 1)
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params})
+    llm.llm_engine.add_request("gone", {"prompt_token_ids": text["prompt"]}, sampling)
+    llm.llm_engine.abort_request(["gone"])
+    check("aborted: pinned at last", settled(port, "handoffs_pinned", pinned), pinned)
 
 
 def client_gone(port: int, text: dict) -> None:

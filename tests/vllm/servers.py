@@ -32,11 +32,10 @@ class Server:
     def __post_init__(self, stack: ExitStack) -> None:
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(self.words, stdout=out, stderr=out, cwd=ROOT, start_new_session=True)
-        stack.callback(self.process.wait)
-        stack.callback(self.process.terminate)
+        stack.callback(self.end)
 
     def wait_until_ready(self) -> None:
-        for _ in range(180):
+        for _ in range(600):
             try:
                 get(self.port, "/health")
                 return
@@ -44,6 +43,14 @@ class Server:
                 assert self.process.poll() is None, self.log.read_text()[-3000:]
                 time.sleep(1)
         raise AssertionError(self.log.read_text()[-3000:])
+
+    def end(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:  # vLLM loses a signal that comes while it starts
+            self.kill()
+            self.process.wait()
 
     def kill(self) -> None:
         """End it and its children at once."""

@@ -11,6 +11,11 @@ With --trace it reads rates of the device off profiles of training steps instead
 With --prefill-times it fits the constants of --cp-prefill empirical to measured passes instead.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.calibrate()
+
 import csv
 import importlib
 import statistics

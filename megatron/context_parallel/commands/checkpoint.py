@@ -3,6 +3,11 @@
 DIR is the `--save` directory of the training run.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.checkpoint()
+
 from pathlib import Path
 
 from rich.filesize import decimal

@@ -3,6 +3,11 @@
 Run it where you will train, with one process per rank and the heads of one tensor-parallel rank.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.cluster_probe()
+
 import os
 from dataclasses import replace
 from pathlib import Path

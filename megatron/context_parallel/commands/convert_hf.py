@@ -4,6 +4,11 @@ Supports Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, GPT-OSS and Gemma 3, in safete
 weights, is in memory at a time.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.convert_hf()
+
 import os
 import re
 from pathlib import Path

@@ -1,5 +1,10 @@
 """Generate text with a trained model on all ranks: `torchrun ... tools/generate.py --help`."""
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.generate()
+
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING

@@ -5,6 +5,11 @@ exit status is 1 if an error exceeds its bound or a target is missed. FLOPs coun
 causal half): 4 x pairs x heads x head_dim forward, 2.5 times that backward.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.gpu_check()
+
 import gc
 import json
 import time

@@ -1,5 +1,10 @@
 """Shows the volume, steps, idle time and peak memory of a strategy's plans, and draws them."""
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.plan()
+
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING

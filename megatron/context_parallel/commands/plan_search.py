@@ -1,5 +1,10 @@
 """Predicts the fastest way to train a model on a cluster: strategies, ZeRO, recomputation, parallel sizes."""
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.plan_search()
+
 import re
 from collections import Counter
 from dataclasses import replace

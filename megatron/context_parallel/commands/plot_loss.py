@@ -3,6 +3,11 @@
 RUN_DIR is the `--save` directory of the training run. Writes `RUN_DIR/loss.png` from `RUN_DIR/metrics.jsonl`.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.plot_loss()
+
 import json
 import statistics
 from collections.abc import Sequence

@@ -4,6 +4,11 @@ Each text file is one document, and so is each line of a JSON-lines file. The re
 `<prefix>_<key>_document.bin` and `.idx`, and a `.json` file that names their tokenizer.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.preprocess_data()
+
 import json
 import multiprocessing
 import os

@@ -1,5 +1,10 @@
 """Pretrain a GPT or Llama with context parallelism: `torchrun ... pretrain_gpt.py --help`."""
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.pretrain()
+
 import logging
 
 from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries

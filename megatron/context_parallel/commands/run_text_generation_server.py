@@ -1,5 +1,10 @@
 """Serve a trained model over HTTP: `torchrun ... tools/run_text_generation_server.py --help`."""
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.run_text_generation_server()
+
 import os
 import sys
 from dataclasses import replace
@@ -12,7 +17,7 @@ from megatron.context_parallel.generation.flags import Serve, check_prefill, wit
 from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
 from megatron.context_parallel.progress import is_first_rank
-from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
+from megatron.context_parallel.trainer.faults.lifetime import end_with_parent, sigterm_came
 
 PARSER = FlagParser(
     Serve,
@@ -51,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     from megatron.context_parallel.serving.protocol import Limits
     from megatron.context_parallel.serving.reader import reading
     from megatron.context_parallel.serving.worker import Worker
-    from megatron.context_parallel.trainer.setup import distributed_job, sigterm_came
+    from megatron.context_parallel.trainer.setup import distributed_job
 
     with distributed_job(replace(args, exit_signal_handler=True)) as watch:
         engine = build_engine(args, flags, flags.max_model_len)

@@ -4,6 +4,11 @@ It reads a small file of each rank, so it also shows stopped ranks. With py-spy 
 code of a stopped rank.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.stuck()
+
 import json
 import shutil
 import subprocess

@@ -3,6 +3,11 @@
 A failing rank prints its own error. torchrun adds 40 lines; this adds one, and only for a rank that a signal ended.
 """
 
+if __name__ == "__main__":  # python -m; before the imports, which may need an extra
+    from megatron.context_parallel.commands import programs
+
+    programs.torchrun()
+
 import logging
 import sys
 

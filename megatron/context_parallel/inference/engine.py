@@ -65,7 +65,7 @@ class Engine:
     requests: `step` raises it.
 
     Sequences stay in the cache after their end, until the space is needed. The next turn of a conversation continues
-    from there, and prompts with a common prefix share it.
+    from there, and prompts with a common prefix share it. If weights change in between, call `forget`.
 
     Args:
         cache: a `Session` that nothing else uses.
@@ -173,6 +173,19 @@ class Engine:
     def refuse(self, name: str, why: str) -> None:
         """End a request that was not added, with an error."""
         self._ended.append(RequestOutput(name, finish="error", why=why))
+
+    def forget(self) -> None:
+        """Drop the sequences that are kept for later prompts.
+
+        Every rank calls it when weights of the model change: a prompt would share keys and values of the old ones.
+
+        Raises:
+            RuntimeError: requests run or are pinned. Their own keys and values are of the old weights too.
+        """
+        if self.running or self.pinned:
+            raise RuntimeError(f"{len(self.running) + len(self.pinned)} requests have not ended")
+        for sequence in [*self._reusable]:
+            self._evict(sequence)
 
     def step(self) -> list[RequestOutput]:
         """Compute one token of each running text, and parts of the prompts. Every rank calls it."""
@@ -377,7 +390,7 @@ class Engine:
         """The cached sequence, if any, that a request continues, and how many of its tokens; None: there is no room."""
         request = waiting.request
         while True:
-            source, reused = (not request.scored and self._prefixes.longest(waiting.prompt)) or (None, 0)
+            source, reused = (self._may_share(request) and self._prefixes.longest(waiting.prompt)) or (None, 0)
             if source is not None and not self.cache.holds(source, reused):
                 source, reused = None, 0
             copies = source is not None and self._reusable.get(source) != reused
@@ -389,6 +402,14 @@ class Engine:
             if self.running or source is None or source not in self._reusable:
                 return None
             self._evict(source)  # its other pages take the space
+
+    def _may_share(self, request: Request) -> bool:
+        """Whether a prompt may begin with the keys of a cached sequence.
+
+        Logits of all tokens need a pass over all. A decoder reads all keys, and those outside every window may be
+        freed.
+        """
+        return not request.scored and not (request.handoff and self.cache.window is not None)
 
     def _fork_or_reuse(self, source: int | None, reused: int) -> int:
         """A sequence with the first tokens of a cached one, or that sequence itself if it has no others."""

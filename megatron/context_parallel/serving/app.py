@@ -80,16 +80,21 @@ class Service:
 
     def app(self) -> ASGIApp:
         """The application for an ASGI server such as uvicorn."""
+        answers: dict[str, tuple[Answer, str]] = {
+            "/v1/completions": (self.completions, "POST"),
+            "/v1/chat/completions": (self.chat, "POST"),
+            "/tokenize": (self.tokenize, "POST"),
+            "/detokenize": (self.detokenize, "POST"),
+            "/v1/models": (self.models, "GET"),
+            "/v1/models/{name:path}": (self.models, "GET"),
+            "/health": (self.health, "GET"),
+            "/ready": (self.ready, "GET"),
+            "/metrics": (self.metrics, "GET"),
+        }
         routes = [
-            Route("/v1/completions", self._at_our_name(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", self._at_our_name(self.chat), methods=["POST"]),
-            Route("/tokenize", self._at_our_name(self.tokenize), methods=["POST"]),
-            Route("/detokenize", self._at_our_name(self.detokenize), methods=["POST"]),
-            Route("/v1/models", self._at_our_name(self.models)),
-            Route("/v1/models/{name:path}", self._at_our_name(self.models)),
-            Route("/health", self._at_our_name(self.health)),
-            Route("/ready", self._at_our_name(self.ready)),
-            Route("/metrics", self._at_our_name(self.metrics)),
+            Route(path + slash, self._at_our_name(answer), methods=[method])
+            for path, (answer, method) in answers.items()
+            for slash in ("/", "")  # a model's name may have slashes, but not at its end
         ]
         handlers = {
             Refused: self.refuse,
@@ -97,7 +102,9 @@ class Service:
             ClientDisconnect: self.gone,
             Exception: self.broken,
         }
-        return Logged(Starlette(routes=routes, exception_handlers=handlers))
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        app.router.redirect_slashes = False  # to http, also behind a TLS proxy, and to any Host
+        return Logged(app)
 
     # -- short answers -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import resource
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -121,7 +121,8 @@ def _work(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer.encode("a")  # imports libraries before memory is limited
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    pipe.send(True)
+    with suppress(BrokenPipeError):  # the server has ended; so does the first fork
+        pipe.send(True)
     while True:
         if not (fork := os.fork()):
             _serve(pipe, tokenizer, limits)

@@ -22,7 +22,7 @@ from .checkpoint.train_state import Progress
 from .config.flags import Arguments
 from .faults.crash import leave_after
 from .faults.judge import never_came
-from .faults.lifetime import end_at_signals
+from .faults.lifetime import end_at_signals, hold_back_sigterm
 from .faults.open_files import allow_open_files
 from .faults.watch import Watch, wait_for_store
 
@@ -41,7 +41,7 @@ def distributed_job(args: Arguments, progress: Progress | None = None) -> Iterat
     watch: Watch | None = None
     signals = {signal.SIGINT} if args.exit_signal_handler else {signal.SIGINT, signal.SIGTERM}
     if args.exit_signal_handler:
-        _hold_back_sigterm()
+        hold_back_sigterm()
     end_at_signals(
         args.rank, signals, lambda name: watch.fail(name) if watch else None, lambda: _last_words(args, progress)
     )
@@ -75,21 +75,6 @@ def _last_words(args: Arguments, progress: Progress | None) -> str:
         return words
     saved = latest_iteration(args.save)
     return f"{words}; {'no checkpoint was saved' if saved is None else f'the last checkpoint is iteration {saved}'}"
-
-
-_sigterm: list[int] = []
-
-
-def sigterm_came() -> bool:
-    """Whether SIGTERM was received since the job started with `--exit-signal-handler`."""
-    return bool(_sigterm) or signal.SIGTERM in signal.sigpending()
-
-
-def _hold_back_sigterm() -> None:
-    # Launchers also send it to a rank's helpers (data loaders, checkpoint writers), which must outlive the last save:
-    # they inherit the mask. The handler is for library threads that were started before the mask was set.
-    signal.signal(signal.SIGTERM, lambda number, frame: _sigterm.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def open_store(args: Arguments) -> dist.Store:

@@ -38,13 +38,14 @@ from .data.batches import KEYS, Splits, build_data_iterator, build_datasets, sam
 from .data.tokenizer import build_tokenizer
 from .faults import rerun
 from .faults.findings import Findings
+from .faults.lifetime import sigterm_came
 from .faults.rerun import Batches, StepRejectedError, replayable
 from .log import RunLog, check_trackers
 from .memory_report import explain_out_of_memory
 from .model.build import build_model, build_optimizer
 from .model.data_parallel import DataParallel, weights_gathered
 from .profiling import Profile
-from .setup import distributed_job, seed_dropout, sigterm_came
+from .setup import distributed_job, seed_dropout
 
 # Each model chunk of an interleaved pipeline reads the same micro batches from its own iterator.
 ChunkBatches = list[Batches]

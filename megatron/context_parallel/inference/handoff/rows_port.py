@@ -132,6 +132,8 @@ class RowsPort:
             log.info("rows: a decoder's connection ended (%s)", type(error).__name__)
         except WireError as error:
             log.warning("rows: %s", error)
+        except asyncio.CancelledError:  # the port ends; asyncio of Python 3.11 would print a traceback
+            log.info("rows: a decoder's connection is closed, because this rank ends")
         finally:
             self._connections.discard(task)
             if writer.transport.get_write_buffer_size():

@@ -7,7 +7,7 @@ and what a worker is to load into which blocks. A worker's loads them in threads
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from .counters import PullCounts, PullMetrics
 from .identity import difference, identity
-from .pull import Pull
+from .pull import Pull, give_back
 from .wire import Ticket, WireError, digest_of_tokens
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class ContextParallelConnector(KVConnectorBase_V1):
         return self._scheduler.loads_of_step()
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, None]:
-        self._scheduler.asked.discard(request.request_id)
+        self._scheduler.finished(request)
         return False, None
 
     # -- a worker's object -------------------------------------------------------------------------------------------
@@ -126,6 +126,8 @@ class ContextParallelConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER:
             self._worker.shutdown()
+        else:
+            self._scheduler.shutdown()
 
     # -- metrics -----------------------------------------------------------------------------------------------------
 
@@ -162,52 +164,69 @@ def _check(config: "VllmConfig", caches: "KVCacheConfig") -> None:
 
 
 class _Scheduler:
-    """The part of the connector in vLLM's scheduler.
+    """The part of the connector in vLLM's scheduler. Tickets that it does not use are given back.
+
+    A request is asked once: after a failure or a preemption, vLLM computes its prompt.
 
     Args:
         model: the `identity` of vLLM's model.
-
-    Attributes:
-        asked: requests that were loaded once. A second time, after a failure or a preemption, vLLM computes them.
     """
 
     def __init__(self, model: dict[str, Any]) -> None:
         self._model = model
-        self.asked = set[str]()
+        self._asked = set[str]()
         self._loads = list[Load]()
+        self._threads = ThreadPoolExecutor(_LOADS, "refused tickets")
 
     def matched(self, request: "Request", cached: int) -> tuple[int, bool]:
         """How many tokens are loaded beyond the `cached` ones, and whether asynchronously."""
-        if request.request_id in self.asked or not request.kv_transfer_params:
+        if request.request_id in self._asked or not request.kv_transfer_params:
             return 0, False
         if not (ticket := self._ticket(request)):
-            self.asked.add(request.request_id)
+            self._asked.add(request.request_id)
             return 0, False
         return ticket.tokens - cached, True
 
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", external: int) -> None:
-        if not external or request.request_id in self.asked:
+        if not external or request.request_id in self._asked:
             return
         ticket = Ticket.of(request.kv_transfer_params)
         assert ticket
-        self.asked.add(request.request_id)
+        self._asked.add(request.request_id)
         self._loads.append(Load(request.request_id, ticket, ticket.tokens - external, tuple(blocks.get_block_ids()[0])))
 
     def loads_of_step(self) -> Loads:
         loads, self._loads = self._loads, []
         return Loads(loads)
 
+    def finished(self, request: "Request") -> None:
+        """A request has ended; if it was never asked, its client left while it waited."""
+        if request.request_id in self._asked:
+            self._asked.remove(request.request_id)
+            return
+        with suppress(WireError):
+            if ticket := Ticket.of(request.kv_transfer_params):
+                self._give_back(ticket, "the request has ended")
+
+    def shutdown(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _ticket(self, request: "Request") -> Ticket | None:
         """The ticket of a request, if its rows are those that this vLLM would compute; else one warning."""
+        ticket = None
         try:
             ticket = Ticket.of(request.kv_transfer_params)
-            if not ticket:
-                return None
-            self._check(ticket, request)
+            if ticket:
+                self._check(ticket, request)
+            return ticket
         except WireError as error:
             log.warning("Request %s: computed here, because %s", request.request_id, error)
+            if ticket:
+                self._give_back(ticket, str(error))
             return None
-        return ticket
+
+    def _give_back(self, ticket: Ticket, why: str) -> None:
+        self._threads.submit(give_back, ticket, why)
 
     def _check(self, ticket: Ticket, request: "Request") -> None:
         """Raises WireError if the rows of a ticket are of another prompt or model."""

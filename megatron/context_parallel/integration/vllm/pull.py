@@ -69,8 +69,7 @@ class Pull:
         begin = time.monotonic()
         try:
             lease = self._connect(self.ticket.places[0])
-            lease.sendall(hello(id=self.ticket.id, worker=self.worker))
-            _read(lease, PLAIN_BYTES)  # the lease is there
+            _hold(lease, self.ticket, self.worker)
             self._lease = lease
             parts = [threading.Thread(target=self._fetch, args=(places,)) for places in self._parts()]
             for thread in parts:
@@ -122,12 +121,7 @@ class Pull:
         with self._lock:
             if self._ended:
                 raise PullError(self._error)
-        try:
-            connection = socket.create_connection((place.host, place.port), _CONNECT_SECONDS)
-        except OSError as error:
-            raise PullError(f"{place.host}:{place.port}: {_said(error)}") from None
-        connection.settimeout(self.silence)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _connection(place, self.silence)
         with self._lock:
             self._sockets.append(connection)
             ended = self._ended
@@ -267,6 +261,30 @@ class _Stream:
             raise WireError(f"layer {frame.layer} with {frame.rows} rows instead of layer {layer} with {count}")
         both = torch.frombuffer(frame.payload, dtype=self.dtype).view(2, count, self.heads, self.head_dim)
         return both[0], both[1]
+
+
+def give_back(ticket: Ticket, why: str) -> None:
+    """Tell rank 0 that no worker wants the rows of a ticket, so that its lease ends at once. It raises nothing."""
+    with suppress(PullError, WireError, OSError), _connection(ticket.places[0], _CONNECT_SECONDS) as lease:
+        _hold(lease, ticket, (0, 1))
+        lease.sendall(Report(0, 0, 0.0, why).line(ticket.id))
+
+
+def _connection(place: Place, silence: float) -> socket.socket:
+    """A connection to a rank. Raises PullError."""
+    try:
+        connection = socket.create_connection((place.host, place.port), _CONNECT_SECONDS)
+    except (OSError, OverflowError, ValueError) as error:  # such as a port or a name that cannot be
+        raise PullError(f"{place.host}:{place.port}: {_said(error)}") from None
+    connection.settimeout(silence)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _hold(lease: socket.socket, ticket: Ticket, worker: tuple[int, int]) -> None:
+    """Ask rank 0 to keep the lease of a ticket for a worker. Raises Refusal if there is none."""
+    lease.sendall(hello(id=ticket.id, worker=worker))
+    _read(lease, PLAIN_BYTES)  # the lease is there
 
 
 def _read(connection: socket.socket, most: int) -> Frame:

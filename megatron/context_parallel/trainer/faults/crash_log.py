@@ -12,7 +12,10 @@ from pathlib import Path
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.trainer.config.flags import Arguments
 
+from .lifetime import sigterm_came
+
 _SECONDS_TO_BE_ENDED = 5
+_LOOK = 0.05  # seconds
 
 
 def crash_log(args: Arguments, error: BaseException | str, rank: int | None = None) -> Path:
@@ -63,5 +66,9 @@ def _write(directory: Path, me: int, error: BaseException | str, rank: int | Non
 
 def linger() -> None:
     """Give the launcher time to see which rank ended first: it reports that one, and ends the others."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        signal.sigtimedwait({signal.SIGTERM}, _SECONDS_TO_BE_ENDED)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    end = time.monotonic() + _SECONDS_TO_BE_ENDED
+    # It may have come before, or come to another thread.
+    while not sigterm_came() and not signal.sigtimedwait({signal.SIGTERM}, _LOOK) and time.monotonic() < end:
+        pass

@@ -76,6 +76,23 @@ def end_at_signals(
     threading.Thread(target=_end_at_signals, args=arguments, name="signals", daemon=True).start()
 
 
+_sigterm: list[int] = []
+
+
+def hold_back_sigterm() -> None:
+    """Make SIGTERM only a wish to end, which `sigterm_came` tells. Call it in the main thread."""
+    # Launchers also send it to a rank's helpers (data loaders, checkpoint writers), which must outlive the last save:
+    # they inherit the mask. The handler is for threads without the mask: those of libraries that were started before,
+    # and this one after `multiprocessing` has started a helper by "spawn", which lifts the mask.
+    signal.signal(signal.SIGTERM, lambda number, frame: _sigterm.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def sigterm_came() -> bool:
+    """Whether SIGTERM was received since it is held back."""
+    return bool(_sigterm) or signal.SIGTERM in signal.sigpending()
+
+
 def _ignore(number: int, frame: object) -> None:
     """Handles signals in a separate thread, because the main thread may be in a collective."""
 
