@@ -100,7 +100,7 @@ class Choice:
             named = "layout {}, head-parallel size {}, placement {}, head rounds {}"
             told = [named.format(*place) for place in places]
             why = f"the forward pass has {told[0]}, the backward pass {told[1]}"
-            shared = [layout for layout in self.strategy.layouts if layout in self.back.strategy.layouts]
+            shared = [layout for layout in self.strategy.layouts if layout in self.for_backward.strategy.layouts]
             such = f", such as --cp-layout {shared[0]}" if shared and forward.layout != back.layout else ""
             raise UsageError(f"--cp-strategy {self.spec}: {why}; give both the same{such}")
         return back if backward else forward

@@ -110,8 +110,8 @@ def _shardings(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
             yield Change(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}", fields)
     whole = run.pipeline_model_parallel_size == model.expert_model_parallel_size == 1  # as FSDP2 needs
     if whole and run.data_parallel_sharding_strategy == SHARDING[0] and run.dtype != "fp16" and not run.fp8:
-        fields = {"data_parallel_sharding_strategy": SHARDING[-1], "use_torch_fsdp2": True}
-        yield Change("--use-torch-fsdp2", fields)
+        fsdp2 = {"data_parallel_sharding_strategy": SHARDING[-1], "use_torch_fsdp2": True}
+        yield Change("--use-torch-fsdp2", fsdp2)
 
 
 def _ranks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
