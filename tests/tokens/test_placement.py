@@ -151,7 +151,7 @@ def test_both_passes_and_all_layers_share_what_is_cut():
     cuts = []
     with (
         mock.patch.object(kernel, "pieces", wraps=kernel.pieces) as pieces,
-        mock.patch.object(Blocks, "_of_heads", autospec=True, side_effect=Blocks._of_heads) as of_heads,
+        mock.patch.object(Blocks, "_split_by_heads", autospec=True, side_effect=Blocks._split_by_heads) as of_heads,
         mock.patch.object(Mask, "_spans", autospec=True, side_effect=Mask._spans) as spans,
     ):
         for _ in range(2):
