@@ -47,8 +47,8 @@ def failures(fuzzing: fuzz.Fuzz, cases: int) -> Iterator[str]:
 def test_the_package_passes(pool):
     fuzzing = fuzz.Fuzz(2)
     fuzzing.pool = pool
-    assert list(failures(fuzzing, 10)) == []
-    assert fuzzing.came["passed"] > 7
+    assert list(failures(fuzzing, 6)) == []
+    assert fuzzing.came["passed"] > 3
 
 
 def test_a_part_of_the_heads_has_the_documents_of_their_samples(pool):

@@ -461,9 +461,8 @@ def test_a_rank_that_lingers_leaves_after_a_sigterm_that_came_before(monkeypatch
     """Or to another thread: `multiprocessing` lifts the mask when it starts a helper by "spawn"."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
     monkeypatch.setattr(lifetime, "_sigterm", [signal.SIGTERM])
-    begin = time.monotonic()
+    monkeypatch.setattr(signal, "sigtimedwait", lambda *given: pytest.fail("it waits"))
     crash_log.linger()
-    assert time.monotonic() - begin < crash_log._SECONDS_TO_BE_ENDED / 2
 
 
 def test_a_rank_that_is_alone_raises_a_usage_error_again_and_leaves(monkeypatch):
