@@ -422,6 +422,22 @@ def test_the_flags_of_a_run_give_that_run(monkeypatch):
                 parse_args(given)
 
 
+def test_fsdp2_shards_what_megatron_fsdp_cannot():
+    """It works with tensor-parallel ranks, and no rank builds the whole model."""
+    model, cluster = preset_model("llama3-8b", 131072), load_cluster("dgx-h100").part(8)
+    small = replace(cluster, device=replace(cluster.device, memory_GiB=15.0))
+    base = TrainConfig(seq_length=131072, context_parallel_size=4, data_parallel_size=2, global_batch_size=2)
+    tensor = replace(base, tensor_model_parallel_size=2, data_parallel_size=1, sequence_parallel=True)
+    for own, place, by_fsdp2 in ((base, cluster, False), (base, small, True), (tensor, cluster, True)):
+        runs = [run for run in step_search._variants(model, own, place) if run.use_torch_fsdp2]
+        assert {run.data_parallel_sharding_strategy for run in runs} == ({"optim_grads_params"} if by_fsdp2 else set())
+        for run in runs:
+            assert step_search.FeasibleRun(run, None).trains
+            words = f"--preset llama3-8b --micro-batch-size 1 --seq-length 131072 --dry-run {flags(run, model)}"
+            args = parse_args(words.split())
+            assert (args.use_torch_fsdp2, args.tensor_model_parallel_size) == (True, own.tensor_model_parallel_size)
+
+
 def test_runs_in_fp8_are_those_that_the_trainer_accepts():
     model, cluster = preset_model("llama3-8b", 131072), load_cluster("dgx-h100")
     how = {"fp8": "hybrid", "implementation": "transformer_engine"}

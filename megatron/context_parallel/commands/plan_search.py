@@ -193,6 +193,8 @@ def flags(run: TrainConfig, model: "ModelShape", placed: bool = False) -> str:
         words.append("--use-distributed-optimizer")
         copies = run.num_distributed_optimizer_instances
         words += [f"--num-distributed-optimizer-instances {copies}"] if copies > 1 else []
+    elif run.use_torch_fsdp2:
+        words.append("--use-torch-fsdp2")
     elif sharding != "no_shard":
         words.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}")
     if sharding in SHARDING[:2]:  # Megatron-FSDP always overlaps what it shards, but for the optimizer

@@ -311,7 +311,10 @@ def register(
         name: the value of `--cp-strategy`.
         layouts: the layouts that it supports; the first is its default.
         channels: the channels of its messages and reduce-scatters.
-        head_parallel, planned, period, in_token_rounds: as in `Strategy`.
+        head_parallel: as in `Strategy`.
+        planned: as in `Strategy`.
+        period: as in `Strategy`.
+        in_token_rounds: as in `Strategy`.
 
     Raises:
         UsageError: the name is taken or no name, a layout is unknown, a channel is no name or that of head swaps,

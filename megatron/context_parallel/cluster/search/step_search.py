@@ -48,7 +48,7 @@ class FeasibleRun(NamedTuple):
         """Whether the trainer can run it: Megatron-FSDP has no pipeline, tensor-parallel ranks, FP8 or fp16."""
         run = self.run
         alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
-        shards_all = alone and run.fp8 is None and run.dtype != "fp16"
+        shards_all = (alone or run.use_torch_fsdp2) and run.fp8 is None and run.dtype != "fp16"
         return shards_all or run.data_parallel_sharding_strategy in SHARDING[:2]
 
 
@@ -192,10 +192,22 @@ def _shardings(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
         for copies in _copies(run, cluster) if sharding == "optim" else (1,):
             yield {
                 "data_parallel_sharding_strategy": sharding,
+                "use_torch_fsdp2": sharding == SHARDING[-1] and _needs_fsdp2(model, run, cluster),
                 "num_distributed_optimizer_instances": copies,
                 "overlap_grad_reduce": run.sharers > 1,
                 "overlap_param_gather": sharding in ("optim", "optim_grads_params"),  # as `run_of`
             }
+
+
+def _needs_fsdp2(model: ModelShape, run: TrainConfig, cluster: Cluster) -> bool:
+    """Whether FSDP2 can shard the weights, and Megatron-FSDP cannot.
+
+    Megatron-FSDP has no tensor parallelism, and each rank builds the whole model first. Neither has a pipeline.
+    """
+    tensor = run.tensor_model_parallel_size
+    whole = model.parameters_on_stage(0, 1, tensor) * run.itemsize
+    large = whole > for_tensors(cluster.device.memory_GiB)
+    return run.pipeline_model_parallel_size == 1 and (tensor > 1 or large)
 
 
 def _copies(run: TrainConfig, cluster: Cluster) -> Iterator[int]:

@@ -99,19 +99,21 @@ def _head_rounds(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
 
 
 def _shardings(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
+    if run.sharers == 1 or run.use_torch_fsdp2:
+        return
+    now = run.data_parallel_sharding_strategy
     alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
-    for sharding in SHARDING[SHARDING.index(run.data_parallel_sharding_strategy) + 1 :]:
-        if run.sharers == 1 or run.use_torch_fsdp2:
-            return
+    for sharding in SHARDING[SHARDING.index(now) + 1 :]:
         fields = {"data_parallel_sharding_strategy": sharding}
         if sharding == SHARDING[1]:
             yield Change("--use-distributed-optimizer", fields)
         elif alone:  # Megatron-FSDP has neither a pipeline nor tensor-parallel ranks
             yield Change(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}", fields)
-    whole = run.pipeline_model_parallel_size == model.expert_model_parallel_size == 1  # as FSDP2 needs
-    if whole and run.data_parallel_sharding_strategy == SHARDING[0] and run.dtype != "fp16" and not run.fp8:
+    possible = run.pipeline_model_parallel_size == model.expert_model_parallel_size == 1
+    if possible and now != SHARDING[1] and run.dtype != "fp16" and not run.fp8:
         fsdp2 = {"data_parallel_sharding_strategy": SHARDING[-1], "use_torch_fsdp2": True}
-        yield Change("--use-torch-fsdp2", fsdp2)
+        instead = "" if now == SHARDING[0] else " instead of --use-megatron-fsdp"
+        yield Change(f"--use-torch-fsdp2{instead}", fsdp2)
 
 
 def _ranks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
