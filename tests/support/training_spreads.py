@@ -36,7 +36,7 @@ SPREADS = {  # name: families that the tests train, ranks, arguments
     ),
     "cp2 pp2": ("gpt3", 4, {CP: 2, PP: 2} | LOSS_IN_CHUNKS),
     "cp2 pp2 interleaved": ("llama", 4, INTERLEAVED),
-    "cp2 dp2": ("gpt3", 4, {CP: 2}),
+    "cp2 dp2": ("", 4, {CP: 2}),
     "cp2 dp2 replicated optimizer": ("llama", 4, {CP: 2, "use_distributed_optimizer": False}),
     "cp2 dp2 overlapped": (
         "llama",
