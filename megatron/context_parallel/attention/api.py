@@ -27,7 +27,7 @@ from .inputs import (
     check_partials,
     check_types,
     from_sbhd,
-    refuse_saved_programs,
+    refuse_jit_trace,
     to_sbhd,
 )
 from .torch_op import OpArgs, attention
@@ -128,7 +128,7 @@ def _local_inputs(
     """q, k and v as [s, b, heads, d] in autocast's dtype; for DTensors their local parts, and a function that wraps a
     local result like q, else None."""
     placed = None
-    refuse_saved_programs()
+    refuse_jit_trace()
     if any(type(x) not in PLAIN for x in (q, k, v, sinks) if x is not None):
         from .dtensors import check_tokens, local_parts  # PyTorch's DTensor takes 0.7 s to import
 

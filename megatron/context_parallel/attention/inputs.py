@@ -88,14 +88,27 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
         )
 
 
-def refuse_saved_programs() -> None:
-    """Raises UsageError under torch.export and torch.jit.trace.
+def refuse_jit_trace() -> None:
+    """Raises UsageError under torch.jit.trace: see `saved_program`."""
+    if torch.jit.is_tracing():
+        raise saved_program("torch.jit.trace")
 
-    A program has the number of the context group, which in another process is that of another group, or of none.
+
+def refuse_export() -> None:
+    """Raises UsageError under torch.export: see `saved_program`.
+
+    Call it where Dynamo does not trace: in code that it traces, `is_exporting` is always true with torch 2.11.
     """
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        way = "torch.export" if torch.compiler.is_exporting() else "torch.jit.trace"
-        raise UsageError(f"{way}: context_parallel_attention belongs to the ranks of this job; use torch.compile")
+    if torch.compiler.is_exporting():
+        raise saved_program("torch.export")
+
+
+def saved_program(way: str) -> UsageError:
+    """The error of what saves a program.
+
+    It has the number of the context group, which in another process is that of another group, or of none.
+    """
+    return UsageError(f"{way}: context_parallel_attention belongs to the ranks of this job; use torch.compile")
 
 
 def check(

@@ -28,7 +28,7 @@ from megatron.context_parallel.tokens.handles import HandleOf, object_of
 from megatron.context_parallel.tokens.mask import Mask
 
 from .context import AllRanks, ContextParallel
-from .inputs import refuse_transforms
+from .inputs import refuse_export, refuse_transforms
 from .plans import Lengths
 
 NAME = "context_parallel::attention"
@@ -143,6 +143,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int,
 
 @library.register_fake(NAME)
 def _shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kept: int, cp: int, *_: Any) -> tuple:
+    refuse_export()
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=wide)
