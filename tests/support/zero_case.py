@@ -104,7 +104,9 @@ def bytes_to_save(way: str) -> tuple[int, int, int]:
     args = training_case.case_args("gpt3", context_parallel_size=2, **WAYS[way])
     with training_case.groups(args):
         saved = sharded_state(training_case.build(args), optimizer=True, generators=False)
-    entries = [*nested_values(saved["model0"]), *nested_values(saved["optimizer"]["param_state"])]
+    states = saved["optimizer"]["param_state"]
+    assert not any(isinstance(entry, dict) for entry in states.values())  # other dicts on other ranks
+    entries = [*nested_values(saved["model0"]), *states.values()]
     mine = sum(entry.data.nbytes for entry in entries if torch.is_tensor(entry.data))
     shape = model_of(args)
     return mine, 4 * 4 * shape.parameters, 4 * 4 * shape.largest_weight()

@@ -43,7 +43,10 @@ def sharded_optimizer(
     states = {}
     for number, chunk in enumerate(model):
         for name, entry, parameter, rows in described(chunk):
-            states[f"{number}.{name}"] = _sharded_states(entry, _states(parts, parameter), rows, loading)
+            for kind, tensor in _states(parts, parameter).items():
+                sharded_state = _sharded_state(entry, kind, tensor, rows, loading)
+                if sharded_state:  # no dict for each weight: megatron-core warns if ranks have other dicts
+                    states[f"{number}.{name}.{kind}"] = sharded_state
     kind = METADATA["distrib_optim_sharding_type"]
     sharded = {"optimizer": {"param_groups": groups}, "param_state": states, "param_state_sharding_type": kind}
     if scaler := getattr(parts[0], "grad_scaler", None):
@@ -61,9 +64,8 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
     parts = _parts(optimizer)
     for number, chunk in enumerate(model):
         for name, _, parameter, rows in described(chunk):
-            own = loaded["param_state"].get(f"{number}.{name}", {})
             for kind, tensor in _states(parts, parameter).items():
-                copy_share(tensor, own.get(kind), rows)
+                copy_share(tensor, loaded["param_state"].get(f"{number}.{name}.{kind}"), rows)
     step = loaded["optimizer"]["param_groups"][0]["step"]
     for part in parts:
         for state in part.optimizer.state.values():
@@ -95,19 +97,17 @@ def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> di
     return {"param": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
 
 
-def _sharded_states(
-    entry: ShardedBase, states: dict[str, Tensor], rows: RowSharding | None, loading: bool
-) -> dict[str, ShardedBase]:
-    """The states of a weight whose entry in checkpoints is `entry`; none if another rank owns them."""
-    found = {}
-    for kind, tensor in states.items():
-        whole = whole_tensor(tensor, rows, torch.float32, loading)
-        if whole is None:
-            continue
-        dtype = {"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {}
-        changes = {"key": f"optimizer.state.{kind}.{entry.key}", "data": whole, **dtype}
-        found[kind] = rows.owned(entry, **changes) if rows else replace(entry, **changes)
-    return found
+def _sharded_state(
+    entry: ShardedBase, kind: str, tensor: Tensor, rows: RowSharding | None, loading: bool
+) -> ShardedBase | None:
+    """The state of a weight whose entry in checkpoints is `entry`; None if another rank owns it."""
+    whole = whole_tensor(tensor, rows, torch.float32, loading)
+    if whole is None:
+        return None
+    changes: dict[str, Any] = {"key": f"optimizer.state.{kind}.{entry.key}", "data": whole}
+    if isinstance(entry, ShardedTensor):
+        changes["dtype"] = torch.float32
+    return rows.owned(entry, **changes) if rows else replace(entry, **changes)
 
 
 def _step(part: MegatronOptimizer) -> float:
