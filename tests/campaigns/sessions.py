@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
+from megatron.context_parallel.trainer.model.build import _quick_gelu as quick_gelu
 from tests.support.ranks import Ranks
 from tests.support.session_case import VOCABULARY, model, poison, session, start
 
@@ -33,7 +35,7 @@ ROUTED = 2.0  # with keys and values in 8 bits, a token may be routed to another
 APART = 0.05  # the same from one context rank, with keys and values in 8 bits: few numbers are rounded the other way
 PREFILL = ("pass-kv", "pass-q", "pass-q-all-to-all", "empirical", "auto", "alg1", "alg5")
 LONGEST = 200  # tokens of a sequence
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "tanh gelu": partial(F.gelu, approximate="tanh"), "quick": quick_gelu}
 Passes = list[dict[int, list[tuple[list[int], Tensor]]]]  # for each pass and sequence some positions and their logits
 
 
@@ -52,7 +54,8 @@ class Case:
 
     Attributes:
         tensor, context: the tensor- and context-parallel ranks.
-        positions: of the tokens, "rope" or "learned_absolute"; changes: of the model; how: of the session.
+        positions: of the tokens, "rope", "yarn" or "learned_absolute"; changes: of the model's configuration;
+            model_args: other arguments of the model; how: of the session.
         events: passes, and ("open",), ("fork", sequence, tokens), ("free", sequence) and ("trim", sequence).
     """
 
@@ -62,13 +65,15 @@ class Case:
     changes: dict[str, Any]
     how: dict[str, Any]
     events: list[Append | tuple] = field(default_factory=list)
+    model_args: dict[str, Any] = field(default_factory=dict)
 
 
 def draw(random: Random) -> Case:
     tensor = random.choice((1, 1, 1, 2, 4))
     context = random.randint(1, RANKS // tensor)
-    positions = random.choice(("rope", "rope", "learned_absolute"))
+    positions = random.choice(("rope", "rope", "rope", "yarn", "learned_absolute"))
     case = Case(tensor, context, positions, _changes(random, tensor), {})
+    _rotate_otherwise(random, case)
     case.how |= {"cache_tokens": random.choice((100, 250, 800, 800)), "frozen": random.random() < 0.5}
     case.how |= {"page": random.choice((1, 2, 4, 8, 16, 64)), "cluster": random.choice((None, "gti", "dgx-h100"))}
     if case.how["cluster"] is None:
@@ -99,9 +104,34 @@ def _changes(random: Random, tensor: int) -> dict[str, Any]:
     changes["activation_func"] = random.choice(sorted(ACTIVATIONS))
     changes["kv_channels"] = random.choice((4, 8, 8, 12, 16))
     changes["add_bias_linear"] = random.random() < 0.4
+    changes["add_qkv_bias"] = random.random() < 0.3
+    changes["softmax_scale"] = random.choice((None, None, 0.2))
+    for name in ("layernorm_zero_centered_gamma", "sandwich_norm", "scale_embeddings"):
+        changes[name] = random.random() < 0.2
+    if changes["gated_linear_unit"] and changes["activation_func"] == "quick":
+        changes |= {"glu_linear_offset": random.choice((0.0, 1.0))}
+        changes |= {"activation_func_clamp_value": random.choice((None, 1.0))}
     if tensor == 1 and random.random() < 0.2:
-        changes |= {"num_moe_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+        changes |= {"num_moe_experts": 4, "moe_router_topk": random.choice((1, 2)), "moe_router_pre_softmax": True}
+        if random.random() < 0.5:
+            changes["moe_shared_expert_intermediate_size"], changes["add_bias_linear"] = 24, False
     return changes
+
+
+def _rotate_otherwise(random: Random, case: Case) -> None:
+    """Perhaps other rotary angles, and weights of the output that are those of the embedding."""
+    case.model_args["share_embeddings_and_output_weights"] = random.random() < 0.3
+    if case.positions == "learned_absolute":
+        return
+    case.model_args["rotary_percent"] = random.choice((1.0, 1.0, 0.5))
+    case.changes["rotary_interleaved"] = random.random() < 0.15
+    if case.positions == "yarn":
+        case.changes |= {"yarn_rotary_scaling_factor": 4.0, "yarn_mscale": random.choice((1.0, 0.5))}
+        return
+    case.model_args["rope_scaling"] = random.random() < 0.2
+    case.model_args["seq_len_interpolation_factor"] = random.choice((None, None, 4.0))
+    if "window_size" in case.changes and random.random() < 0.4:
+        case.changes["rotary_base_of_windows"] = 50
 
 
 def _event(random: Random, texts: dict[int, int], number: int) -> Append | tuple:
@@ -136,7 +166,8 @@ def _event(random: Random, texts: dict[int, int], number: int) -> Append | tuple
 
 
 def _of_model(case: Case) -> dict[str, Any]:
-    return case.changes | {"activation_func": ACTIVATIONS[case.changes["activation_func"]]}
+    more = {"model_args": case.model_args, "uneven": True}
+    return case.changes | more | {"activation_func": ACTIVATIONS[case.changes["activation_func"]]}
 
 
 def live(case: Case) -> list[dict | None]:

@@ -126,6 +126,9 @@ def refusals() -> list[str]:
         lambda: attention(q, q, q, None, attn_mask_type=AttnMaskType.padding),
         lambda: attention(q, q, q, None, packed_seq_params=PackedSeqParams()),
         lambda: attention(q, q[:, :, :3], q[:, :, :3], None),
+        lambda: block_spec(config(qk_l2_norm=True), how["cp"], 2),
+        lambda: block_spec(config(num_moe_experts=2, moe_layer_freq=[1, 0]), how["cp"], 2),
+        lambda: block_spec(config(num_moe_experts=2, transformer_impl="transformer_engine"), how["cp"], 2),
     ]
     messages = []
     for attempt in tries:
@@ -136,7 +139,7 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_what_the_attention_cannot_do_is_refused(ranks):
+def test_what_attention_and_layers_cannot_do_is_refused(ranks):
     (messages,) = ranks(1, refusals)
     wanted = [
         "--attention-dropout 0.1",
@@ -146,6 +149,9 @@ def test_what_the_attention_cannot_do_is_refused(ranks):
         "padding",
         "use_layout",
         "3 key/value heads",
+        "qk_l2_norm True: block_spec has no such layers; give False, or",
+        "moe_layer_freq [1, 0]: block_spec gives all layers experts; give 1",
+        "num_moe_experts 2: block_spec has none with transformer_impl 'transformer_engine'; give transformer_impl 'loc",
     ]
     assert all(word in message for word, message in zip(wanted, messages, strict=True)), messages
 

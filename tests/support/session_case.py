@@ -1,5 +1,6 @@
 """A tiny GPTModel over a shared cache, and the same model that computes each token from the start on one rank."""
 
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -8,13 +9,15 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
 
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.inference.session import Session
+from megatron.context_parallel.integration.gemma import scale_embeddings
+from megatron.context_parallel.integration.model_config import ModelConfig
 from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import block_spec
 from megatron.context_parallel.integration.vocabulary import leave_out_padding
+from megatron.context_parallel.integration.yarn import use_yarn
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
 
 support_cpu_host()
@@ -22,7 +25,7 @@ VOCABULARY, PADDED, LENGTH = 29, 32, 256
 Tokens = dict[int, list[int]]
 
 
-def config(**changes) -> TransformerConfig:
+def config(**changes) -> ModelConfig:
     values = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -38,24 +41,46 @@ def config(**changes) -> TransformerConfig:
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
     }
-    return TransformerConfig(**values | changes)
+    return ModelConfig(**values | changes)
 
 
-def model(ours: bool, positions: str = "rope", **changes) -> GPTModel:
-    """With our attention, or with megatron-core's; the weights are the same."""
+def model(ours: bool, positions: str = "rope", model_args: dict | None = None, uneven: bool = False, **changes) -> GPTModel:
+    """With our attention, or with megatron-core's; the weights are the same.
+
+    Args:
+        positions: "rope", "yarn" or "learned_absolute".
+        model_args: more arguments of `GPTModel`; changes: of the configuration.
+        uneven: norms and biases have any weights, not only 1 and 0.
+    """
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
     settings = config(**changes)
+    yarn, more = positions == "yarn", model_args or {}
+    positions = "rope" if yarn else positions
     if not ours:
         settings.context_parallel_size = 1
     cp = ContextParallel("ring", group=parallel_state.get_context_parallel_group()) if ours else None
     spec = block_spec(settings, cp, settings.num_layers) if cp else get_gpt_layer_local_spec(normalization="RMSNorm")
-    built = GPTModel(settings, spec, PADDED, LENGTH, position_embedding_type=positions, parallel_output=ours)
+    built = GPTModel(settings, spec, PADDED, LENGTH, position_embedding_type=positions, parallel_output=ours, **more)
     leave_out_padding(built, VOCABULARY)
+    if yarn:
+        use_yarn(built, 10000, settings.yarn_rotary_scaling_factor, 32, 32.0, 1.0, True)
+    if settings.scale_embeddings:
+        scale_embeddings(built)
+    if uneven:
+        _make_uneven(built)
     if cp:
         use_layout(built, cp)
     elif positions == "rope":
         built.rotary_pos_emb.cp_group = None  # it would take the zigzag part of a rank
     return built
+
+
+@torch.no_grad()
+def _make_uneven(model: GPTModel) -> None:
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            weight += torch.empty(weight.shape).uniform_(-0.4, 0.4, generator=generator).to(weight.dtype)
 
 
 def start(tensor: int = 1) -> None:

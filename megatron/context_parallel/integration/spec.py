@@ -42,6 +42,13 @@ from .transformer_engine import check_importable
 CachedAttention = Callable[["ContextParallelAttention", Tensor, Tensor, Tensor], Tensor]
 IN_ZIGZAG = "shards sequences in zigzag; give a strategy with layout=zigzag, such as ring:layout=zigzag"
 Contexts = ContextParallel | Sequence[ContextParallel]  # for all layers, or one for each layer of the whole model
+PLAIN = {  # fields of a configuration that select other layers than those of `block_spec`
+    "multi_latent_attention": False,
+    "qk_l2_norm": False,
+    "experimental_attention_variant": None,
+    "heterogeneous_block_specs": False,
+}
+LOCAL = ("num_moe_experts", "sandwich_norm", "rotary_base_of_windows")  # which Transformer Engine's layers do not have
 
 
 def unlike_megatron(cp: ContextParallel) -> str:
@@ -234,8 +241,9 @@ def block_spec(
     with norms that work on any device. Other arguments are those of `use_core_attention`.
 
     Raises:
-        UsageError: Transformer Engine is selected and cannot be imported.
+        UsageError: the configuration asks for other layers, or Transformer Engine is selected and cannot be imported.
     """
+    _check_layers(config)
     if config.transformer_impl == "transformer_engine":
         check_importable()
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
@@ -244,6 +252,21 @@ def block_spec(
         layer = _local_layer(config)
         norm = Norm
     return TransformerBlockSubmodules([use_core_attention(layer, cp, backend, keep_output)] * layers, layer_norm=norm)
+
+
+def _check_layers(config: TransformerConfig) -> None:
+    """Raises UsageError for layers that would be built as if a field of the configuration were not set."""
+    for name, value in PLAIN.items():
+        if (given := getattr(config, name, value)) not in (value, None):
+            own = f"give {value}, or replace the attention in megatron-core's layers by use_core_attention"
+            raise UsageError(f"{name} {given}: block_spec has no such layers; {own}")
+    frequency = config.moe_layer_freq
+    if config.num_moe_experts and not (frequency == 1 or (isinstance(frequency, list) and all(frequency))):
+        raise UsageError(f"moe_layer_freq {frequency}: block_spec gives all layers experts; give 1")
+    for name in LOCAL if config.transformer_impl != "local" else ():
+        if given := getattr(config, name, None):
+            why = f"block_spec has none with transformer_impl {config.transformer_impl!r}"
+            raise UsageError(f"{name} {given}: {why}; give transformer_impl 'local'")
 
 
 def _local_layer(config: TransformerConfig) -> ModuleSpec:
