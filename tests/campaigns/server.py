@@ -1,5 +1,7 @@
 """The server under load: 200 clients, of whom one in a hundred is hostile, and 1,000 connections.
 
+What a client gets, whole or as a stream, is what it gets alone.
+
 python -m tests.campaigns.server [--tiny-temperatures]
 """
 
@@ -13,8 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import psutil
+import torch
+from torch import Tensor
 
 from megatron.context_parallel.serving.connections import Patience
 from tests.support.chatty import Chatty
@@ -22,35 +27,95 @@ from tests.support.server_case import GOOD, JSON, SAID, call, serving, wait_unti
 
 CLIENTS, REQUESTS = 200, 100
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+FIELDS = {  # that good clients may send
+    "temperature": (0, 0.5, 2),
+    "top_p": (0.3, 0.9),
+    "top_k": (1, 3, 40),
+    "min_p": (0.1,),
+    "n": (2,),
+    "stop": ("a", ["ab", "é"]),
+    "min_tokens": (1,),
+    "ignore_eos": (True,),
+    "return_token_ids": (True,),
+    "presence_penalty": (-1, 1),
+    "frequency_penalty": (-1, 1),
+    "repetition_penalty": (0.5, 1.5),
+    "logit_bias": ({"97": 5, "256": -100}, {"256": 3}),
+}
 PATIENCE = Patience(connections=400, idle_seconds=5, client_seconds=5)
 
 
-def good(number: int) -> dict:
-    """The request of a good client; its text depends only on the number."""
+class Babble:
+    """A model of bytes, for which the last two of them matter."""
+
+    def __init__(self) -> None:
+        self.table = 2 * torch.randn(257, 257, generator=torch.Generator().manual_seed(3))
+
+    def __call__(self, tokens: Tensor, positions: Tensor, mask: None, runtime_gather_output: bool) -> Tensor:
+        return (self.table[tokens[0]] + self.table[tokens[0].roll(1)].flip(-1)).unsqueeze(0)
+
+
+def good(number: int) -> tuple[str, dict]:
+    """The path and the request of a good client; its texts depend only on the number."""
     draw = random.Random(number)
-    return GOOD | {"prompt": f"{number} " * draw.randint(1, 30), "max_tokens": draw.randint(1, 40), "seed": number}
+    said = f"{number} " * draw.randint(1, 30)
+    body = {"model": "parrot", "max_tokens": draw.randint(1, 40), "seed": number}
+    body |= {name: draw.choice(values) for name, values in FIELDS.items() if draw.random() < 0.2}
+    if draw.random() < 0.3:
+        body |= {"messages": [{"role": "user", "content": said}], "logprobs": True, "top_logprobs": draw.choice((0, 2))}
+        return "/v1/chat/completions", body
+    body["prompt"] = draw.choice((said, [said, "1234"], [*said.encode()]))
+    return "/v1/completions", body | draw.choice(({}, {"echo": True}, {"echo": True, "logprobs": 2}, {"logprobs": 0}))
 
 
-def answer(port: int, number: int) -> tuple[str, str]:
-    """One good client: its request and its text. It retries while the server is full."""
-    kind, body = random.Random(-number - 1).choice(["whole", "stream", "chat"]), good(number)
-    path = "/v1/completions"
-    if kind == "chat":
-        path, body = "/v1/chat/completions", body | {"messages": [{"role": "user", "content": body["prompt"]}]}
-        del body["prompt"]
+def answer(port: int, number: int, turn: int = 0) -> list[dict]:
+    """What one good client gets for its request, every other time as a stream: its texts with all that is said of them.
+
+    It retries while the server is full.
+    """
+    path, body = good(number)
+    streamed = bool((number + turn) % 2)
     while True:
-        status, _, text = call(port, path, body | {"stream": kind == "stream"}, wait=900)
+        status, _, text = call(port, path, body | {"stream": streamed}, wait=900)
         if status not in (429, 503):
             break
         time.sleep(0.5)
     assert status == 200, text
-    if kind == "whole":
-        return kind, json.loads(text)["choices"][0]["text"]
-    if kind == "chat":
-        return kind, json.loads(text)["choices"][0]["message"]["content"]
+    if not streamed:
+        return [_choice(one) for one in json.loads(text)["choices"]]
     assert text.endswith("data: [DONE]\n\n")
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    return kind, "".join(event["choices"][0]["text"] for event in events)
+    found: dict[int, dict] = {}
+    for part in [_choice(one) for event in events for one in event["choices"]]:
+        known = found.setdefault(part["index"], part)
+        if known is not part:
+            found[part["index"]] = _joined(known, part)
+    return [found[index] for index in sorted(found)]
+
+
+def _choice(given: dict) -> dict:
+    """A choice, or a part of one, with its text in one place."""
+    said = given.get("message") or given.get("delta") or {"content": given.get("text")}
+    return {
+        "index": given["index"],
+        "text": said.get("content") or "",
+        "logprobs": given["logprobs"] or {},
+        "finish": given["finish_reason"],
+        "ids": given.get("token_ids") or [],
+    }
+
+
+def _joined(first: dict, then: dict) -> dict:
+    """Two parts of a choice, one after the other."""
+    assert first["finish"] is None, f"{then} comes behind the end"
+    logprobs = {name: first["logprobs"].get(name, []) + more for name, more in then["logprobs"].items()}
+    return {
+        "index": first["index"],
+        "text": first["text"] + then["text"],
+        "logprobs": first["logprobs"] | logprobs,
+        "finish": then["finish"],
+        "ids": first["ids"] + then["ids"],
+    }
 
 
 # -- hostile clients --------------------------------------------------------------------------------
@@ -168,10 +233,10 @@ def beside_hostile_ones(port: int, kinds: list[str]) -> None:
     watching = threading.Thread(target=watch_health, args=(port, stop, waits))
     for thread in (watching, *hostile):
         thread.start()
-    found, rounds = list[tuple[str, str]](), 0
+    found, rounds = list[list[dict]](), 0
     with ThreadPoolExecutor(CLIENTS - len(hostile)) as clients:
         while {kind for kind, _ in seen} < {*kinds}:
-            found = list(clients.map(lambda number: answer(port, number), numbers))
+            found = list(clients.map(partial(answer, port), numbers, [rounds + 1] * REQUESTS))
             assert found == alone, [pair for pair in zip(found, alone, strict=True) if pair[0] != pair[1]][:3]
             rounds += 1
     stop.set()
@@ -203,15 +268,16 @@ def call_patiently(port: int) -> str:
 
 
 def main() -> None:
-    with serving(Chatty, most=100, size=4000, patience=PATIENCE, send_buffer=4096) as (worker, port, _):
+    with serving(Chatty, most=100, size=40_000, patience=PATIENCE, send_buffer=4096) as (worker, port, _):
         engine, process = worker.loop.engine, psutil.Process()
+        engine.cache.model = Babble()
         tiny = TINY_TEMPERATURE if "--tiny-temperatures" in sys.argv else {}
         beside_hostile_ones(port, [*HOSTILE, *tiny])
         wait_until(lambda: engine.idle and not worker._deliver)
         memory = [process.memory_info().rss // 2**20]
         with ThreadPoolExecutor(CLIENTS) as clients:
             for part in range(5):
-                list(clients.map(lambda number: answer(port, number), range(part * 200, part * 200 + 200)))
+                list(clients.map(partial(answer, port), range(part * 200, part * 200 + 200)))
                 wait_until(lambda: engine.idle and not worker._deliver)
                 memory.append(process.memory_info().rss // 2**20)
         print(f"memory: {memory} MiB")

@@ -44,17 +44,17 @@ def prepare(folder: Path) -> str:
     return f"--data-path {corpus(folder)} --load {folder / 'start'} --finetune"
 
 
-def save_start(data: str) -> None:
+def save_start(data: str, model: str = MODEL + RUN) -> None:
     """Saves the weights from which all runs start, on one rank."""
-    args = parse_args(f"{MODEL} {RUN} {data}".replace("--load", "--save").replace("--finetune", "").split())
+    args = parse_args(f"{model} {data}".replace("--load", "--save").replace("--finetune", "").split())
     Path(args.save).mkdir()
     with groups(args):
         Save(args, build(args)).finish()
 
 
-def train(data: str, flags: str = "") -> Recorder:
+def train(data: str, flags: str = "", model: str = MODEL + RUN) -> Recorder:
     """The losses and gradient norms of a run."""
-    args = parse_args(f"{MODEL} {RUN} {data} {flags}".split())
+    args = parse_args(f"{model} {data} {flags}".split())
     recorder = Recorder()
     with groups(args):
         state = build(args)

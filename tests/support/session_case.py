@@ -44,7 +44,9 @@ def config(**changes) -> ModelConfig:
     return ModelConfig(**values | changes)
 
 
-def model(ours: bool, positions: str = "rope", model_args: dict | None = None, uneven: bool = False, **changes) -> GPTModel:
+def model(
+    ours: bool, positions: str = "rope", model_args: dict | None = None, uneven: bool = False, **changes
+) -> GPTModel:
     """With our attention, or with megatron-core's; the weights are the same.
 
     Args:

@@ -12,6 +12,7 @@ IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
 MOST_RANKS = 64  # in one process
 MOST_SPLIT_IN_ROUNDS = 8  # head-parallel ranks; with more, there would be too many heads
 KERNELS = {"float64": ("default", "reference", "runs"), "float32": ("default", "default", "runs")}
+SHORT = ("bfloat16", "float16")
 LONGEST = 600  # tokens; the oracle's matrices have the square of it
 HEAD_DIMS = (1, 2, 4, 5, 8, 16, 16, 32, 64, 64, 80, 128, 192, 256)
 LONG = 2500  # of some calls, which have few heads: kernels cut blocks of more than 256 rows into tiles
@@ -35,7 +36,7 @@ class Call:
         value_dim, kv_length: default: `head_dim`, `length`.
         sinks_dtype: default: `dtype`.
         tensor_layout: the order of dimensions of what is given and returned.
-        autocast: inputs are float32, and cast to bfloat16 by torch.autocast.
+        autocast: inputs are float32, and cast to the dtype of 16 bits by torch.autocast.
         expanded: keys and values of all heads are one tensor, and the output gradient is a number, without copies.
         frozen: the inputs that need no gradient, "q", "k" or "v".
         garbage: queries that see nothing, and keys and values that nothing sees, are NaN, infinite or large.
@@ -138,7 +139,7 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     if random.random() < 0.1:
         options["partials_in_16_bits"] = True
         for call in calls:
-            call.dtype, call.kernel = "bfloat16", "default"
+            call.dtype, call.kernel = call.dtype if call.dtype in SHORT else "bfloat16", "default"
     name = strategy.name
     if random.random() < 0.1:
         name = _with_another_backward_pass(random, strategy, layout, options, max(1, n // size))
@@ -202,7 +203,7 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
     if LONG // unit * unit > LONGEST and heads <= 4 and random.random() < 0.05:
         call.batch, call.length = 1, unit * random.randint(1 + LONGEST // unit, LONG // unit)
         length = call.length
-    call.dtype = random.choice(("float32", "float32", "float64", "bfloat16"))
+    call.dtype = random.choice(("float32", "float32", "float64", *SHORT))
     call.kernel = random.choice(KERNELS.get(call.dtype, ("default",)))
     call.causal = random.random() < 0.7
     if random.random() < 0.35:
@@ -213,6 +214,8 @@ def _call(random: Random, n: int, head_parts: int, rounds: int, unit: int) -> Ca
         call.documents = [_runs(random, length, call.documents_as != "after") for _ in range(samples)]
     call.scale = random.choice((None, None, 1.0, 0.05, 0.37))
     call.inputs = random.choice(("ordinary", "ordinary", "large", "sink"))
+    if call.dtype == "float16" and call.inputs == "large":
+        call.inputs = "ordinary"  # its gradients may be beyond the largest number
     call.strided, call.recompute = random.random() < 0.2, random.random() < 0.15
     _new_features(random, call, unit)
     if call.documents:
@@ -304,10 +307,12 @@ def _new_features(random: Random, call: Call, unit: int) -> None:
         call.softcap = random.choice((0.5, 5.0, 50.0))
     if random.random() < 0.15:
         call.sinks = True
-        call.sinks_dtype = random.choice((None, None, "float32", "bfloat16"))
+        call.sinks_dtype = random.choice((None, None, "float32", *SHORT))
     call.tensor_layout = random.choice(("sbhd", "sbhd", "bshd", "bhsd"))
-    call.autocast = call.dtype == "bfloat16" and random.random() < 0.2
+    call.autocast = call.dtype in SHORT and random.random() < 0.2
     call.expanded = random.random() < 0.1
     call.frozen = random.choice(("", "", "", "", "", "q", "k", "v", "qk", "kv"))
     call.garbage = call.kernel == "default" and random.random() < 0.5
     call.dout = random.choice(("ordinary", "ordinary", "ordinary", "ordinary", "gaps", "tiny", "huge"))
+    if "float16" in (call.dtype, call.sinks_dtype) and call.dout == "huge":
+        call.dout = "ordinary"

@@ -135,7 +135,7 @@ def perform(case: Case, cp: AllRanks | ContextParallel, own: Own) -> Results:
 
 
 def _autocast(call: Call) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=call.autocast)
+    return torch.autocast("cpu", getattr(torch, call.dtype) if call.autocast else torch.bfloat16, enabled=call.autocast)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
