@@ -70,6 +70,8 @@ def model(
         scale_embeddings(built)
     if uneven:
         _make_uneven(built)
+    if settings.params_dtype is torch.bfloat16:
+        built.bfloat16()  # as megatron-core's Float16Module
     if cp:
         use_layout(built, cp)
     elif positions == "rope":
