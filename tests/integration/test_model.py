@@ -149,7 +149,7 @@ def test_what_attention_and_layers_cannot_do_is_refused(ranks):
         "padding",
         "use_layout",
         "3 key/value heads",
-        "qk_l2_norm True: block_spec has no such layers; give False, or",
+        "qk_l2_norm True: block_spec has no such layers; give False",
         "moe_layer_freq [1, 0]: block_spec gives all layers experts; give 1",
         "num_moe_experts 2: block_spec has none with transformer_impl 'transformer_engine'; give transformer_impl 'loc",
     ]

@@ -258,14 +258,13 @@ def _check_layers(config: TransformerConfig) -> None:
     """Raises UsageError for layers that would be built as if a field of the configuration were not set."""
     for name, value in PLAIN.items():
         if (given := getattr(config, name, value)) not in (value, None):
-            own = f"give {value}, or replace the attention in megatron-core's layers by use_core_attention"
-            raise UsageError(f"{name} {given}: block_spec has no such layers; {own}")
+            raise UsageError(f"{name} {given}: block_spec has no such layers; give {value}")
     frequency = config.moe_layer_freq
     if config.num_moe_experts and not (frequency == 1 or (isinstance(frequency, list) and all(frequency))):
         raise UsageError(f"moe_layer_freq {frequency}: block_spec gives all layers experts; give 1")
-    for name in LOCAL if config.transformer_impl != "local" else ():
+    for name in LOCAL if config.transformer_impl == "transformer_engine" else ():
         if given := getattr(config, name, None):
-            why = f"block_spec has none with transformer_impl {config.transformer_impl!r}"
+            why = "block_spec has none with transformer_impl 'transformer_engine'"
             raise UsageError(f"{name} {given}: {why}; give transformer_impl 'local'")
 
 
