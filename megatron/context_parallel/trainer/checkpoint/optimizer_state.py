@@ -165,7 +165,7 @@ def _prime_adam(part: MegatronOptimizer) -> None:
         return
     part.init_state_fn(part.optimizer, part.config)
     if isinstance(part.optimizer, torch.optim.Adam):
-        for state, step in _with_steps(part.optimizer, 0.0):
+        for state, step in with_steps(part.optimizer, 0.0):
             state.setdefault("step", step)
 
 
@@ -184,11 +184,11 @@ def _set_step(part: MegatronOptimizer, step: float) -> None:
             for group in adam.param_groups:
                 group["step"] = int(step)
             continue
-        for state, own in _with_steps(adam, step):
+        for state, own in with_steps(adam, step):
             state["step"] = own
 
 
-def _with_steps(adam: torch.optim.Adam, step: float) -> Iterator[tuple[dict[str, Any], Tensor]]:
+def with_steps(adam: torch.optim.Adam, step: float) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """The state of each weight of PyTorch's Adam, and a tensor with its step count, where its kernel reads that."""
     for group in adam.param_groups:
         on_device = group["fused"] or group["capturable"]

@@ -86,8 +86,9 @@ def whole_tensors(shards: Sequence[Shard], dtype: torch.dtype, loading: bool) ->
         elif loading and (shard.shares is None or shard.shares.is_owner):
             whole[index] = torch.empty(shard.shape, dtype=dtype)
     for exchange in [] if loading else _exchanges(shards):
-        numbers = torch.cat([_local(shards[index].numbers) for index in exchange.shards])
-        received = exchange.to_owners(numbers, dtype)
+        device = torch.cuda.current_device()  # some may be on the host
+        numbers = [_local(shards[index].numbers).to(device, dtype) for index in exchange.shards]
+        received = exchange.to_owners(torch.cat(numbers))
         if exchange.own is not None:
             whole[exchange.own] = received.view(shards[exchange.own].shape).cpu()
     return whole
@@ -105,7 +106,8 @@ def copy_shares(shards: Sequence[Shard], whole: Sequence[Tensor | None], dtype: 
             shard.numbers.copy_(tensor)
     for exchange in _exchanges(shards):
         own = None if exchange.own is None else whole[exchange.own]
-        received = exchange.from_owners(torch.empty(0) if own is None else own.flatten(), dtype)
+        own_numbers = torch.empty(0, dtype=dtype) if own is None else own.flatten()
+        received = exchange.from_owners(own_numbers.to(torch.cuda.current_device()))
         targets = [_local(shards[index].numbers) for index in exchange.shards]
         for target, numbers in zip(targets, received.split([len(target) for target in targets]), strict=True):
             target.copy_(numbers)
@@ -132,18 +134,17 @@ class _Exchange:
         self._for_owners = [shares[owner].counts[rank] if owner in shares else 0 for owner in range(size)]
         self._of_ranks = shares[rank].counts if rank in shares else [0] * size
 
-    def to_owners(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    def to_owners(self, numbers: Tensor) -> Tensor:
         """Send this rank's numbers of each tensor to its owner. Returns all numbers of this rank's own tensor."""
-        return self._all_to_all(numbers, dtype, self._for_owners, self._of_ranks)
+        return self._all_to_all(numbers, self._for_owners, self._of_ranks)
 
-    def from_owners(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    def from_owners(self, numbers: Tensor) -> Tensor:
         """Send the numbers of this rank's own tensor to the ranks that share it. Returns this rank's of each tensor."""
-        return self._all_to_all(numbers, dtype, self._of_ranks, self._for_owners)
+        return self._all_to_all(numbers, self._of_ranks, self._for_owners)
 
-    def _all_to_all(self, numbers: Tensor, dtype: torch.dtype, sends: list[int], receives: list[int]) -> Tensor:
-        device = torch.cuda.current_device()  # shards may be on the host
-        received = torch.empty(sum(receives), dtype=dtype, device=device)
-        dist.all_to_all_single(received, numbers.to(device, dtype), receives, sends, self._group)
+    def _all_to_all(self, numbers: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        received = numbers.new_empty(sum(receives))
+        dist.all_to_all_single(received, numbers, receives, sends, self._group)
         return received
 
 
