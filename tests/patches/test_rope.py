@@ -1,5 +1,7 @@
 """Shared cos and sin: results and gradients are megatron-core's to the bit, and autograd keeps one copy."""
 
+from functools import cache
+
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -21,6 +23,29 @@ def test_rotations_are_those_of_megatron_core(dtype, interleaved):
         results.append((out, t.grad))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_on_a_gpu_a_rotation_is_one_graph(monkeypatch):
+    compiled = []
+
+    def compile_without_inductor(function):
+        compiled.append(function)
+        return compile_as_given(function, backend="aot_eager", fullgraph=True)
+
+    compile_as_given = torch.compile
+    megatron_rope.share_cos_and_sin()
+    t, angles = torch.randn(6, 2, 3, 12, requires_grad=True), torch.randn(6, 1, 1, 8)
+    expected = rope_utils._apply_rotary_pos_emb_bshd(t, angles)
+    with monkeypatch.context() as patch:
+        patch.setattr(megatron_rope, "compiled_rotation", cache(megatron_rope.compiled_rotation.__wrapped__))
+        patch.setattr(torch, "compile", compile_without_inductor)
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+        found = [rope_utils._apply_rotary_pos_emb_bshd(t, angles) for _ in range(2)]
+    assert compiled == [megatron_rope.rotation]
+    gradient = torch.randn_like(t)
+    for rotated in found:
+        assert torch.equal(rotated, expected)
+        assert torch.equal(*[torch.autograd.grad(x, t, gradient, retain_graph=True)[0] for x in (rotated, expected)])
 
 
 def test_other_rotations_are_left_to_megatron_core():

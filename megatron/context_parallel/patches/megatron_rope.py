@@ -1,8 +1,11 @@
-"""Rotary embeddings that compute and keep cos and sin once for queries, keys and all layers.
+"""Rotary embeddings that compute and keep cos and sin once for queries, keys and all layers, and rotate in one kernel.
 
-megatron-core computes them again for each rotation, and autograd keeps every copy. It has no option for it.
+megatron-core computes them again for each rotation, and autograd keeps every copy. It has no option for it. Without
+Transformer Engine it rotates in about six kernels on a GPU.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,10 +39,21 @@ def _rotate_by_shared(t: Tensor, freqs: Tensor, rotary_interleaved: bool = False
     key = t.dtype, scale, freqs._version  # angles may be overwritten in place
     if key not in kept:
         kept[key] = (torch.cos(freqs) * scale).to(t.dtype), (torch.sin(freqs) * scale).to(t.dtype)
-    cos, sin = kept[key]
-    rotated, others_of_head = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
-    rotated = rotated * cos + rope_utils._rotate_half(rotated, rotary_interleaved) * sin
+    rotate = compiled_rotation() if t.is_cuda else rotation  # compiled for a CPU it needs a C++ compiler
+    return rotate(t, *kept[key], rotary_interleaved)
+
+
+def rotation(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Queries or keys [..., head_dim] with the first numbers of each head rotated, as many as `cos` and `sin` have."""
+    rotated, others_of_head = t[..., : cos.shape[-1]], t[..., cos.shape[-1] :]
+    rotated = rotated * cos + rope_utils._rotate_half(rotated, interleaved) * sin
     return torch.cat((rotated, others_of_head), dim=-1)
+
+
+@cache
+def compiled_rotation() -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    """The rotation in one kernel forward and one backward. In 16 bits it rounds once, not after each product."""
+    return torch.compile(rotation)
 
 
 def rotary_scale(config: TransformerConfig) -> float:

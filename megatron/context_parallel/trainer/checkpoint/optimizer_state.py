@@ -126,7 +126,7 @@ def _shared_in_buckets(parts: list[DistributedOptimizer], weights: list[_Weight]
 
 def _numbers_in_buckets(part: DistributedOptimizer) -> dict[torch.nn.Parameter, Tensor]:
     """This rank's numbers of each weight of which it has some: what the optimizer updates."""
-    found = {}
+    found: dict[torch.nn.Parameter, Tensor] = {}
     for weights, updated in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
         found |= dict(zip(weights, updated, strict=True))
     halves = zip(part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups, strict=True)

@@ -40,9 +40,12 @@ def described(chunk: DataParallel) -> list[Described]:
         weights = {id(parameter): parameter for parameter in chunk.module.parameters()}
         return [Described(name, x, weights[id(x.data)], None) for name, x in entries.items() if id(x.data) in weights]
     parameters = parameters_of(chunk)
-    entries = {name: (entry, parameters[weight]) for name, (entry, weight) in chunk.descriptions.items() if weight}
-    shares = shares_of([_group_and_count(parameter) for _, parameter in entries.values()])
-    return [Described(name, *entry, of) for (name, entry), of in zip(entries.items(), shares, strict=True)]
+    found = []
+    for name, (entry, weight) in chunk.descriptions.items():
+        if weight:
+            found.append(Described(name, entry, parameters[weight], None))
+    shares = shares_of([_group_and_count(weight.parameter) for weight in found])
+    return [weight._replace(shares=of_weight) for weight, of_weight in zip(found, shares, strict=True)]
 
 
 def _group_and_count(parameter: torch.nn.Parameter) -> tuple[dist.ProcessGroup, int]:
