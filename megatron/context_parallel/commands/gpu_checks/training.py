@@ -30,13 +30,18 @@ class Run(NamedTuple):
 
     backend: str
     dtype: str
+    sharding: str = "none"  # each has an optimizer of its own
 
     @property
     def flags(self) -> list[str]:
-        return ["--cp-attention-backend", self.backend, *(["--bf16"] if self.dtype == "bfloat16" else [])]
+        flags = ["--cp-attention-backend", self.backend]
+        if self.dtype == "bfloat16":
+            flags.append("--bf16")
+        return flags if self.sharding == "none" else [*flags, f"--{self.sharding}"]
 
 
 RUNS = [Run(backend, dtype) for dtype in BOUNDS for backend in ("auto", "triton")]
+RUNS += [Run("auto", "float32", sharding) for sharding in ("use-distributed-optimizer", "use-torch-fsdp2")]
 
 
 def check_training(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
