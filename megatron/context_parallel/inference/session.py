@@ -234,7 +234,8 @@ class Session:
         self.variant = variant
         batch = BatchLayout(self.tables, new, self.cp.rank, self.device, scored)
         attend = CacheAttention(batch, self.cache, self._groups[variant])
-        angles = self._model.angles(batch.positions, batch.longest)
+        with torch.inference_mode():  # their rotations are not compiled
+            angles = self._model.angles(batch.positions, batch.longest)
         if self._packed:
             step = self._new_step(attend, angles, batch.wanted)
             logits = step(batch.tokens, batch.positions, angles)
