@@ -39,9 +39,10 @@ def _rotate_by_shared(t: Tensor, freqs: Tensor, rotary_interleaved: bool = False
     key = t.dtype, scale, freqs._version  # angles may be overwritten in place
     if key not in kept:
         kept[key] = (torch.cos(freqs) * scale).to(t.dtype), (torch.sin(freqs) * scale).to(t.dtype)
+    cos, sin = kept[key]
     if t.is_cuda:
-        return CompiledRotation.apply(t, *kept[key], rotary_interleaved)
-    return rotation(t, *kept[key], rotary_interleaved)
+        return CompiledRotation.apply(t, cos, sin, rotary_interleaved)
+    return rotation(t, cos, sin, rotary_interleaved)
 
 
 def rotation(t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
