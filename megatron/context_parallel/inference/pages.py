@@ -36,7 +36,7 @@ class KeyRows(NamedTuple):
     """Rows of a rank's cache, in pieces that need no copy.
 
     Attributes:
-        rows: runs of slots. A slot is the index of a row among all rows of the rank's pages.
+        rows: ranges of slots. A slot is the index of a row among all rows of the rank's pages.
         pages: whole pages at equal distances.
     """
 
@@ -135,7 +135,7 @@ class _PagePool:
         """
         place = 0 if before is None else bisect_left(self.free, before)
         if before is None or self.free[place : place + 1] != [before + 1]:
-            begin, length = self._longest_run()
+            begin, length = self._longest_free_range()
             if length >= SHORT and self.free[begin]:
                 place = begin + length // 2
             else:
@@ -146,8 +146,8 @@ class _PagePool:
         self._taken[page] = self._takes
         return page
 
-    def _longest_run(self) -> tuple[int, int]:
-        """The place in `free` of the first page of the longest run of free pages, and the length of the run.
+    def _longest_free_range(self) -> tuple[int, int]:
+        """The place in `free` of the first page of the longest range of free pages, and the length of the range.
 
         Of several it is the one behind the page that was taken longest ago: a sequence that still grows needs its own.
         Of single pages it is the first, so that the pages of a sequence lie at equal distances.

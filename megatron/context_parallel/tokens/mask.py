@@ -1,7 +1,7 @@
 """Masks: causality, sliding windows and packed documents, all as intervals of positions.
 
 Under each of these masks a query sees one interval of positions. From one query to the next, neither end of the
-interval moves back. So if the rows of a block are in ascending order of position, each query sees one run of keys, in
+interval moves back. So if the rows of a block are in ascending order of position, each query sees one range of keys, in
 any layout (`kernels/masks.py`).
 """
 
