@@ -41,7 +41,7 @@ class T(StrEnum):
     DKV = "DKV"
 
 
-PLACEMENTS = ("head-first", "context-first")  # whether ranks that share tokens or ranks that share heads are neighbours
+HEAD_FIRST, CONTEXT_FIRST = RANK_PLACEMENTS = "head-first", "context-first"  # of ranks
 OF_KEYS = (T.KV, T.DKV)
 PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # accumulated by Attend, merged when received, moved (not copied) when sent
 SWAPS = "heads"  # the channel of head swaps
@@ -260,7 +260,8 @@ class Plan:
 
     With `head_parallel_size` > 1 the `all_ranks` are so many groups of n ranks. Each group runs the steps for its part
     of the heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a
-    union of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
+    union of `head_parallel_size` smaller chunks, and each of these ranks owns one of them. By the `placement` these
+    ranks are neighbours (`HEAD_FIRST`), or those that run the steps together are (`CONTEXT_FIRST`).
 
     With `head_rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
@@ -284,7 +285,7 @@ class Plan:
     steps: Sequence[tuple[Step, ...]] = field(repr=False)  # steps[rank]
     channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
     head_parallel_size: int = 1
-    placement: str = PLACEMENTS[0]
+    placement: str = HEAD_FIRST
     head_rounds: int = 1
     partials_in_16_bits: bool = False
     period: int | None = None
@@ -304,7 +305,7 @@ class Plan:
     @cached_property
     def grid(self) -> RankGrid:
         """All ranks as a grid: their part of the heads (`heads`), and their rank in the steps (`context`)."""
-        if self.placement == "head-first":
+        if self.placement == HEAD_FIRST:
             return RankGrid(("heads", "context"), (self.head_parallel_size, self.n))
         return RankGrid(("context", "heads"), (self.n, self.head_parallel_size))
 
