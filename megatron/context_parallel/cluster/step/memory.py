@@ -31,7 +31,7 @@ class MemoryItem(NamedTuple):
 
 GATHERED = "gathered weights"
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
-HEAD, MLP, ATTENTION, END = "head", "MLP backward", "attention backward", "end of a layer"
+OUTPUT, MLP, ATTENTION, END = "output layer", "MLP backward", "attention backward", "end of a layer"
 GATHER = "gather of weights"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 GRADIENTS = "whole gradients"
@@ -76,7 +76,7 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
         whole = f"{parameters:,} parameters x {run.itemsize} bytes that Megatron-FSDP has not sharded yet"
         found.append(Moment(BUILDING, [MemoryItem("whole weights", parameters * run.itemsize, whole)]))
     if stage == stages - 1:
-        found.append(Moment(HEAD, [*inputs, *layers.kept(in_flight), _head(model, run)]))
+        found.append(Moment(OUTPUT, [*inputs, *layers.kept(in_flight), _output_and_loss(model, run)]))
     found.append(Moment(MLP, [*inputs, *layers.at_work(in_flight, 0), _mlp_backward(model, run)]))
     attention = MemoryItem(
         BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass"
@@ -101,7 +101,7 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
     yield _building_of_fsdp2(model, run, parameters)
     resting, inputs = list(_shards_of_fsdp2(model, run, parameters)), list(_inputs(model, run, 0))
     forward = _whole_of_fsdp2(model, run, 1, 0)[:1]
-    yield Moment(HEAD, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _head(model, run)])
+    yield Moment(OUTPUT, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _output_and_loss(model, run)])
     last = model.num_layers - 1
     for done in sorted({0, min(1, last), max(0, last - 1), last}):
         for moment in _layer_of_fsdp2(model, run, done):
@@ -407,12 +407,12 @@ def _in_flight(run: TrainConfig, stage: int) -> float:
 # --------------------------------------------------------------------------------------------- work of a moment
 
 
-def _head(model: ModelShape, run: TrainConfig) -> MemoryItem:
+def _output_and_loss(model: ModelShape, run: TrainConfig) -> MemoryItem:
     """The last norm, logits and loss, in the forward pass or in the backward pass of the output layer."""
     w = Widths(model, run)
     weight = w.vocabulary * model.hidden_size
     hidden = _hidden(model, run)
-    parts = {part.name: part.bytes for part in saved_bytes.head_parts(model, run)}
+    parts = {part.name: part.bytes for part in saved_bytes.output_parts(model, run)}
     logits = _logits(w, run.tokens_of_loss, weight, hidden)
     if run.tokens_of_loss == run.tokens:
         small = parts["loss"] - 4 * w.vocabulary * run.tokens
