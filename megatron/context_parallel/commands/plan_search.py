@@ -366,12 +366,12 @@ def explanation(found: "FeasibleRun", model: "ModelShape") -> list[Table]:
     for name, seconds in forecast.parts.items():
         if seconds:
             time.add_row(name, f"{seconds:.4g}", f"{seconds / forecast.seconds:.1%}")
-    held = Table("memory", title=f"memory of a rank of the busiest stage: {forecast.memory.name}")
-    held.add_column("GiB", justify="right")
-    held.add_column("formula")
+    memory = Table("memory", title=f"memory of a rank of the busiest stage: {forecast.memory.name}")
+    memory.add_column("GiB", justify="right")
+    memory.add_column("formula")
     for part in forecast.memory.items:
-        held.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.formula)
-    return [time, held]
+        memory.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.formula)
+    return [time, memory]
 
 
 def asked(found: "StepSearch", shown: "list[FeasibleRun]", which: str) -> "FeasibleRun":

@@ -311,8 +311,9 @@ class Plan:
 
     def chunk_of(self, rank: int) -> int:
         """The chunk of a rank (of all ranks). The placement moves data, so that a swap stays in its head group."""
-        place = self.grid.coordinates(rank)
-        return parts(self.layout, place["context"], self.n, self.head_parallel_size)[place["heads"]]
+        coordinates = self.grid.coordinates(rank)
+        small_chunks = parts(self.layout, coordinates["context"], self.n, self.head_parallel_size)
+        return small_chunks[coordinates["heads"]]
 
     @property
     def head_parts(self) -> int:
@@ -385,11 +386,11 @@ class Plan:
 
     def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
         """The communicators of `rank` (of all ranks), each as (channel, ranks), sorted."""
-        place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
+        context_rank, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         everyone = tuple(range(self.all_ranks))
         needed = {(channel, everyone) for channel in self.channels}
         needed.update((op.channel, everyone) for op in self.swaps_before)
-        for step in self.steps[place]:
+        for step in self.steps[context_rank]:
             for op in step.comm:
                 if isinstance(op, Collective):
                     needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
@@ -400,11 +401,11 @@ class Plan:
 
         These are sends, receives, and reduce-scatters that no library can sum.
         """
-        place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
+        context_rank, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         found = set[tuple[str, int, int]]()
-        for op in (op for step in self.steps[place] for op in step.comm):
+        for op in (op for step in self.steps[context_rank] for op in step.comm):
             if isinstance(op, Message) or (isinstance(op, ReduceScatter) and not self.can_reduce(op)):
-                found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(place))
+                found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(context_rank))
         return found
 
     def can_reduce(self, op: ReduceScatter) -> bool:

@@ -85,7 +85,7 @@ class RowSets:
         met: the rows that its blocks compute with.
 
     Attributes:
-        of_ranks: a place where the runtime keeps what it makes of the sets for its ranks.
+        of_ranks: what the runtime makes of the sets for its ranks, kept here for all layers.
     """
 
     def __init__(self, plan: Plan, met: MetRows) -> None:
@@ -158,7 +158,7 @@ class RowSets:
         keys = {chunk: self.in_blocks(rank, T.KV, chunk) for tensor, chunk in computed if tensor is T.KV}
         return self.met.q.narrowed(queries), self.met.kv.narrowed(keys)
 
-    def places(self, inner: RowSet, outer: RowSet) -> np.ndarray | None:
+    def indices(self, inner: RowSet, outer: RowSet) -> np.ndarray | None:
         """The indices of the rows of `inner` among those of `outer`, int64; None if they are the same."""
         if np.array_equal(inner, outer):
             return None

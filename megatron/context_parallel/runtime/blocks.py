@@ -84,18 +84,18 @@ class Blocks:
         if not isinstance(self.kv, Chunks):
             listed: list[GatheredRows] = []
             for chunk in chunks:
-                places = self.kv.before(chunks, self.kv.positions(chunk).numpy())
-                listed.append((chunk, slice(None), to_device(torch.from_numpy(places).long(), device)))
+                rows_of_chunk = self.kv.before(chunks, self.kv.positions(chunk).numpy())
+                listed.append((chunk, slice(None), to_device(torch.from_numpy(rows_of_chunk).long(), device)))
             return listed
         ends = []
         for p in chain.from_iterable(self.kv.progressions[chunk] for chunk in chunks):
             ends.append((p.start, p.start + (p.length > 1) * p.stride, p.last))
-        places = iter(self.kv.before(chunks, np.array(ends)).tolist())
+        rows_of_ends = iter(self.kv.before(chunks, np.array(ends)).tolist())
         rows: list[tuple[int, GatheredRows]] = []
         for chunk in chunks:
             start = 0
             for p in self.kv.progressions[chunk]:
-                first, second, last = next(places)
+                first, second, last = next(rows_of_ends)
                 own = slice(start, start + p.length)
                 rows.append((first, (chunk, own, slice(first, last + 1, max(1, second - first)))))
                 start += p.length

@@ -212,7 +212,7 @@ def loss_chunk(columns: int) -> int:
 def _groups(mesh: RankGrid, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     groups = []
     for rank in range(mesh.size):
-        place = mesh.coordinates(rank)
-        if not any(place[name] for name in names):  # the first of its group
+        coordinates = mesh.coordinates(rank)
+        if not any(coordinates[name] for name in names):  # the first of its group
             groups.append(mesh.along(rank, *names))
     return tuple(groups)
