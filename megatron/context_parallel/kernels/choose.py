@@ -127,7 +127,7 @@ def _kernel(device: torch.device, need: Need, backend: str) -> Kernel:
 
 
 def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str]:
-    """A kernel that passes `_check`, and its description."""
+    """A kernel for what `check_backend` has passed, and its description."""
     if backend == "triton":
         return _position(device, need), "the position kernel for all blocks"
     if device.type == "cpu" and need.softcap:

@@ -306,24 +306,26 @@ def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryI
 
 
 class _LayerCounts:
-    """Layers of a stage in a micro batch: kept whole, recomputed in groups, and at work in a recomputation.
+    """Layers of a stage in a micro batch, `done` of which are differentiated already.
 
-    `done` layers are differentiated already.
+    Attributes:
+        whole: those that keep all that their backward pass needs.
+        recomputed: the others, in so many `groups`, each of which keeps its input.
+        working: layers of a group whose recomputed tensors are there together.
     """
 
     def __init__(self, model: ModelShape, run: TrainConfig, done: int = 0) -> None:
         self.model, self.run = model, run
         layers = model.num_layers // run.pipeline_model_parallel_size - done
         each = run.recompute_num_layers or 0
-        self.whole, self.recomputed, self.groups, self.working = layers, 0, 0, 0
-        if run.recompute_granularity != "full" or not each:
-            return
-        if run.recompute_method == "uniform":
-            self.recomputed, self.groups, self.working = layers, -(-layers // each), min(each, layers)
-        else:
-            self.recomputed = self.groups = min(layers, run.virtual_stages * each)
-            # Layers that are kept are freed before the first recomputation.
-            self.working = 1 if self.recomputed == layers else 0
+        self.recomputed = self.groups = self.working = 0
+        if run.recompute_granularity == "full" and each:
+            if run.recompute_method == "uniform":
+                self.recomputed, self.groups, self.working = layers, -(-layers // each), min(each, layers)
+            else:
+                self.recomputed = self.groups = min(layers, run.virtual_stages * each)
+                # Layers that are kept are freed before the first recomputation.
+                self.working = 1 if self.recomputed == layers else 0
         self.whole = layers - self.recomputed
 
     def kept(self, in_flight: float) -> Iterator[MemoryItem]:
@@ -342,15 +344,21 @@ class _LayerCounts:
         yield from self._activations(count, count - done)
         yield from self._off_the_device(in_flight, 1 + done)
         if self.working:
-            # The input is counted with the checkpoints on the device, and with a norm that has no float32 copy of it.
-            copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
-            counted = (not self.run.offload_checkpoints) + (not copies)
-            # The checkpoint has the gradient of the output until all of the layer is differentiated.
-            size = (1 - counted) * _hidden(self.model, self.run)
-            formula = "input and the gradient of the output, less what is counted already"
-            yield MemoryItem("ends of the layer at work", size, formula)
+            yield self._ends_at_work()
         if self.groups > 1 and (ahead := saved_bytes.fetched_ahead(self.model, self.run, self.working)):
             yield MemoryItem("fetched ahead", ahead, "what the host had of the layers whose backward pass is the next")
+
+    def _ends_at_work(self) -> MemoryItem:
+        """The input of the recomputed layer at work, and the gradient of its output, less what is counted already.
+
+        The checkpoint has that gradient until all of the layer is differentiated. The input is counted with the
+        checkpoints on the device, and with a norm that has no float32 copy of it.
+        """
+        copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
+        counted = (not self.run.offload_checkpoints) + (not copies)
+        size = (1 - counted) * _hidden(self.model, self.run)
+        formula = "input and the gradient of the output, less what is counted already"
+        return MemoryItem("ends of the layer at work", size, formula)
 
     def inputs(self, in_flight: float, at_work: int = 0) -> Iterator[MemoryItem]:
         """What recomputed layers keep on the device. Those at work have taken what was kept of them."""

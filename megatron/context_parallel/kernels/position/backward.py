@@ -155,7 +155,7 @@ def key_grad_kernel(
     """dk and dv of one key tile, summed over the query heads that read it; with `WITH_DQ` adds to dq atomically.
 
     Each key/value head is split into `parts` heads, each with a part of its query heads and with its own dk and dv.
-    `rows_seeing`: for each sample and tile, which rows see some of its keys and which see all (`_rows_seeing`).
+    `rows_seeing`: for each sample and tile, which rows see some of its keys and which see all, as kernel.py finds.
     """
     at_dout, at_dv = _strides(at_dout, at_q), _strides(at_dv, at_dk)
     tile, head = tl.program_id(0), tl.program_id(1)
