@@ -78,10 +78,8 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
     if stage == stages - 1:
         found.append(Moment(OUTPUT, [*inputs, *layers.kept(in_flight), _output_and_loss(model, run)]))
     found.append(Moment(MLP, [*inputs, *layers.at_work(in_flight, 0), _mlp_backward(model, run)]))
-    attention = MemoryItem(
-        BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass"
-    )
-    found.append(Moment(ATTENTION, [*inputs, *layers.at_work(in_flight, 1), _residual(model, run), attention]))
+    attention = [_residual(model, run), _attention_backward(model, run)]
+    found.append(Moment(ATTENTION, [*inputs, *layers.at_work(in_flight, 1), *attention]))
     if run.on_cpu and run.shards("optim") > run.shards("grads"):
         copy = MemoryItem(REDUCTION, 4 * parameters, "gloo's reduce-scatter copies the gradients")
         found.append(Moment(REDUCTION, [*states, copy]))
@@ -151,8 +149,7 @@ def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[
     yield Moment(MLP, [*whole, *layers.at_work(1, 0), _mlp_backward(model, run)])
     later = [*whole, *layers.at_work(1, 1), residual]
     product = model.hidden_size * (model.queries + 2 * model.keys) // tensor
-    buffers = MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
-    yield Moment(ATTENTION, [*later, gradients(layer - product, ""), buffers])
+    yield Moment(ATTENTION, [*later, gradients(layer - product, ""), _attention_backward(model, run)])
     yield Moment(END, [*later, gradients(layer, ""), _first_product(model, run)])
     reduced = _whole_of_fsdp2(model, run, int(ahead), done + 1)
     copies = gradients(layer, ", copied while they are summed", 4 if run.on_cpu else run.itemsize)
@@ -443,6 +440,10 @@ def _logits(w: Widths, tokens: int, weight: int, hidden: int) -> int:
     if w.size == 4:
         return 4 * logits + gradients
     return max((4 + w.size) * logits, w.size * logits + gradients)
+
+
+def _attention_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    return MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
 
 
 def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
