@@ -2,13 +2,12 @@
 
 import json
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from .common import CheckReport, CheckSizes
+from .common import CheckReport, CheckSizes, has_megatron
 from .job import end, start
 
 TABLE = "training"
@@ -46,8 +45,7 @@ RUNS += [Run("auto", "float32", sharding) for sharding in ("use-distributed-opti
 
 def check_training(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
     """The largest difference of a loss between the GPU and the CPU; or why it was skipped. The runs are processes."""
-    if not find_spec("megatron.core"):
-        report.add(TABLE, left_out="needs megatron-core (pip install megatron-core)")
+    if not has_megatron(report, TABLE):
         return
     middle, last = sizes.iterations
     model = MODEL.format(sizes.training_rows, last).split()
