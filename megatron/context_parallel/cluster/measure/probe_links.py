@@ -43,7 +43,8 @@ class LinkProbe:
         nodes = meter.everyone(node)
         self.nodes = len(set(nodes))
         self.each = meter.n // self.nodes
-        if nodes != [nodes[r // self.each * self.each] for r in range(meter.n)]:  # ranks of a node are not neighbours
+        first_of_node = [r // self.each * self.each for r in range(meter.n)]
+        if self.each * self.nodes != meter.n or nodes != [nodes[first] for first in first_of_node]:
             raise UsageError(
                 f"{meter.n} ranks on {self.nodes} nodes: need as many on each, in the order of nodes, such as "
                 "torchrun --nnodes 2 --nproc-per-node 8"
