@@ -189,7 +189,7 @@ def load_cluster(name: str, flag: str = "--cluster") -> Cluster:
     if not path.is_file():
         raise UsageError(f"{flag} {name}: no such file or preset; give a .yaml file, or one of {', '.join(known)}")
     try:
-        content = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
+        content = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} {name}: not YAML ({str(error).splitlines()[0]})") from None
     try:

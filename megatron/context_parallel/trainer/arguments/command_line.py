@@ -82,7 +82,7 @@ def read_flags(argv: list[str] | None = None, unknown: list[UsageError] | None =
 def _of_file(path: Path, source: str) -> dict[str, Any]:
     """The values in a YAML file, by field; null counts as absent. Flags of Megatron-LM are by option."""
     try:
-        values = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the first is in C
+        values = yaml.safe_load(path.read_text())
         if not isinstance(values, dict) or "config" in values:
             raise ValueError("it must map flags to values, without config")
     except (OSError, ValueError, yaml.YAMLError) as error:
