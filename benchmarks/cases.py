@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.plan.ir import RANK_PLACEMENTS, Plan
 from megatron.context_parallel.strategies import Choice, head_parallel_sizes, parse_spec
 from megatron.context_parallel.tokens.layout import progressions
 
@@ -118,7 +118,7 @@ def preset(name: str, problem: Workload) -> list[str]:
             return [f"{name}:grid={grid}" for name in ("attention2d", "mesh") for grid in _grids(n)]
         case "placement":
             both = [d for d in _divisors(n) if 1 < d < n and d in sizes]
-            return [f"loongtrain:head_parallel_size={d},placement={p}" for d in both for p in PLACEMENTS]
+            return [f"loongtrain:head_parallel_size={d},placement={p}" for d in both for p in RANK_PLACEMENTS]
     raise UsageError(f"--preset {name}: unknown; choose one of {', '.join(PRESETS)}")
 
 

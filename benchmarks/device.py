@@ -14,7 +14,7 @@ from megatron.context_parallel.cluster.description import BACKWARD, Device, load
 from megatron.context_parallel.cluster.simulate.block_time import CallTime
 from megatron.context_parallel.kernels.choose import MOST_PIECES
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs, cut
+from megatron.context_parallel.kernels.masks import CAUSAL, KeyRanges, Piece, PieceMask, cut
 from tools.netlab import Busy
 
 PYTHON = 0.03  # of the time of the device's work: the most that Python's own time may be
@@ -70,7 +70,7 @@ def device_of(cluster: str | None, problem: Workload) -> EmulatedDevice | None:
 
 def seen_pairs(queries: int, keys: int, mask: PieceMask) -> float:
     """Pairs of rows that the mask does not empty; of a causal square half of all, as in `AttentionRate`."""
-    if isinstance(mask, Runs):
+    if isinstance(mask, KeyRanges):
         seen = (mask.end - mask.first).clamp(min=0)
         return seen.sum().item() / len(seen)
     return queries * keys / 2 if mask == CAUSAL else float(queries * keys)
@@ -82,7 +82,7 @@ class DeviceKernel:
     def __init__(self, kernel: Kernel, device: EmulatedDevice) -> None:
         self.kernel, self.device = kernel, device
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         """As on a GPU (`LibraryAndPosition`): a block of many pieces, such as of documents, is one launch."""
         found = cut(block, most=MOST_PIECES + 1)
         return found if len(found) <= MOST_PIECES else [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]

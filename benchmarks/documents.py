@@ -29,7 +29,7 @@ from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.commands.gpu_checks.documents import CASES, end_tokens, plan_and_cut
 from megatron.context_parallel.kernels.choose import LibraryAndPosition
-from megatron.context_parallel.kernels.masks import Piece, Runs
+from megatron.context_parallel.kernels.masks import KeyRanges, Piece
 from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
@@ -46,14 +46,14 @@ class Runner:
         self.pinned = torch.empty(0, dtype=torch.int32)  # reused, as PyTorch reuses memory that a GPU reads
 
     def takes(self, piece: Piece, rows: int, keys: int) -> bool:
-        return not isinstance(piece.mask, Runs)
+        return not isinstance(piece.mask, KeyRanges)
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         rows = block.first.shape[1]
         if self.pinned.numel() < 2 * rows:
             self.pinned = torch.empty(2 * rows, dtype=torch.int32)
         torch.stack(block, out=self.pinned[: 2 * rows].view(2, 1, rows))
-        return [Piece(slice(0, rows), slice(0, keys), Runs(*self.pinned[: 2 * rows].view(2, 1, rows)))]
+        return [Piece(slice(0, rows), slice(0, keys), KeyRanges(*self.pinned[: 2 * rows].view(2, 1, rows)))]
 
 
 KERNEL = LibraryAndPosition(Runner(), Runner())

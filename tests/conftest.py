@@ -15,6 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Nothing heavy is imported here: the process that only hands out the tests reads this file too.
 RANKS = pytest.StashKey()
+SHORT = {"patches", "plan", "tokens"}  # folders whose files take seconds each
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +27,9 @@ def _one_rank():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long files of the trainer come first, the short ones of attention last: no process ends long after others."""
+    """The long files of the trainer come first, folders of short ones last: no process ends long after others."""
     items.sort(key=lambda item: str(item.path.parent), reverse=True)
+    items.sort(key=lambda item: item.path.parent.name in SHORT)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

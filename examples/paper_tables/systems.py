@@ -7,7 +7,7 @@ from megatron.context_parallel.cluster.search.plainness import plainest
 from megatron.context_parallel.cluster.search.planner import GroupDevices, Prediction, fastest, search
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.plan.ir import RANK_PLACEMENTS, Plan
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.layout import Chunks
 
@@ -37,7 +37,7 @@ def _loongtrain(n: int, heads: int) -> Iterator[str]:
     for hp in divisors(n):
         if heads % hp:
             continue
-        for placement in PLACEMENTS[: 1 + (1 < hp < n)]:
+        for placement in RANK_PLACEMENTS[: 1 + (1 < hp < n)]:
             common = f"head_parallel_size={hp},placement={placement}"
             if hp == n:
                 yield "ulysses"

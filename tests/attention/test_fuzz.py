@@ -52,7 +52,7 @@ def test_the_package_passes(pool):
 
 
 def test_a_part_of_the_heads_has_the_documents_of_their_samples(pool):
-    """`direct` computes a part of the heads first. A kernel of capped scores takes runs of all samples at once."""
+    """`direct` computes a part of the heads first. A kernel of capped scores takes all samples at once."""
     documents = [[[0, 8], [1, 16]], [[0, 13], [1, 11]], [[0, 24]]]
     calls = [Call(1, 24, 2 * kv, kv, 8, 3, "float64", documents=documents, softcap=5.0) for kv in (1, 4)]
     fuzzing = fuzz.Fuzz(2)

@@ -24,7 +24,7 @@ from megatron.context_parallel.cluster.description import Cluster, load_cluster
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges
 from megatron.context_parallel.plan.volume import Shape
 
 H100 = load_cluster("dgx-h100").device
@@ -106,7 +106,7 @@ def test_libraries_that_import_flash_attn_take_the_time():
 def test_a_block_of_many_documents_is_one_launch(documents, pieces):
     """As on a GPU. The pieces have all the pairs of the block."""
     kernel, rows, length = DeviceKernel(AtenFlash(), resting()), torch.arange(512).unsqueeze(0), 512 // documents
-    found = kernel.pieces(Runs(rows // length * length, rows + 1), 512)
+    found = kernel.pieces(KeyRanges(rows // length * length, rows + 1), 512)
     pairs = [seen_pairs(p.q.stop - p.q.start, p.kv.stop - p.kv.start, p.mask) for p in found]
     assert len(found) == pieces
     assert sum(pairs) == pytest.approx(documents * length**2 / 2, rel=0.02)
@@ -114,7 +114,7 @@ def test_a_block_of_many_documents_is_one_launch(documents, pieces):
 
 def test_irregular_pieces_take_the_time_of_the_pairs_they_see():
     device = resting(replace(H100, block_us=0.0))
-    with device.call(2, 3, 8, Runs(torch.tensor([[0, 1, 2]]), torch.tensor([[2, 4, 7]])), backward=False):
+    with device.call(2, 3, 8, KeyRanges(torch.tensor([[0, 1, 2]]), torch.tensor([[2, 4, 7]])), backward=False):
         pass
     pairs = 2 + 3 + 5
     assert device.seconds == pytest.approx(4 * 16 * 2 * pairs / (H100.attention[0].forward_TFLOP_s * 1e12))

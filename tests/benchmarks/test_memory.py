@@ -4,7 +4,7 @@ import pytest
 from megatron.core import parallel_state
 
 from benchmarks import memory, memory_rank
-from megatron.context_parallel.cluster.step.memory import ATTENTION, HEAD, MLP, Moment, peak
+from megatron.context_parallel.cluster.step.memory import ATTENTION, MLP, OUTPUT, Moment, peak
 from megatron.context_parallel.trainer import setup
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
@@ -28,7 +28,7 @@ def of_a_step(flags: str) -> tuple[Moment, int]:
 
 @pytest.mark.parametrize(
     ("ranks_of_a_sequence", "flags", "name"),
-    [(2, RING, ATTENTION), (2, ROUNDS, ATTENTION), (1, WIDE, MLP), (1, HEAD_OF_GPT, HEAD)],
+    [(2, RING, ATTENTION), (2, ROUNDS, ATTENTION), (1, WIDE, MLP), (1, HEAD_OF_GPT, OUTPUT)],
 )
 def test_the_peak_is_that_of_the_allocator(ranks, ranks_of_a_sequence, flags, name):
     for moment, allocated in ranks(ranks_of_a_sequence, of_a_step, flags):

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 
 from megatron.context_parallel.kernels.delta_triton import output_with_fused
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges
 from megatron.context_parallel.kernels.paged import PagedKernel, Seen
 from megatron.context_parallel.kernels.paged.kernel import FP8
 from megatron.context_parallel.kernels.position import kernel as position
@@ -83,14 +83,14 @@ def compile_block(
         k, v = (torch.zeros(256, 4, d, dtype=dtype) for d in (head_dim, value_dim))
         lse, delta = (torch.zeros(256, 4, 2) for _ in range(2))
         ends = torch.arange(256, dtype=torch.int32)[None]
-        mask = {"full": FULL, "causal": CAUSAL, "runs": Runs(ends // 2, ends)}[mask_name]
+        mask = {"full": FULL, "causal": CAUSAL, "key_ranges": KeyRanges(ends // 2, ends)}[mask_name]
         scores = Scores(0.1, softcap)
         for deterministic in (False, True):
             kernel = position.PositionKernel(torch.device("meta"), deterministic=deterministic)
             if not deterministic:
                 kernel.forward(q, k, v, mask, scores)
                 for few in (3, 15):
-                    some = Runs(*(x[:, :few] for x in mask)) if mask_name == "runs" else mask
+                    some = KeyRanges(*(x[:, :few] for x in mask)) if mask_name == "key_ranges" else mask
                     keys = few if mask_name == "causal" else len(k)
                     kernel.forward(q[:few], k[:keys], v[:keys], some, scores)
                 output_with_fused(delta, dout)
@@ -184,7 +184,7 @@ def blocks() -> int:
     cases = [(d, d, softcap) for d in position.PARTS for softcap in (0.0, 30.0)] + [(192, 128, 0.0)]
     for architecture in TILES:
         for head_dim, value_dim, softcap in cases:
-            for dtype, mask in itertools.product((torch.float16, torch.bfloat16), ("full", "causal", "runs")):
+            for dtype, mask in itertools.product((torch.float16, torch.bfloat16), ("full", "causal", "key_ranges")):
                 found = compile_block(architecture, head_dim, dtype, mask, value_dim, softcap)
                 bad += _judge(architecture, head_dim, value_dim, softcap, dtype, mask, found=found)
     return bad
@@ -210,7 +210,7 @@ def test_compiles_without_spills():
     lock that a thread of another test holds.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        kernels = pool.submit(compile_block, 90, 192, torch.bfloat16, "runs", 128, 30.0).result()
+        kernels = pool.submit(compile_block, 90, 192, torch.bfloat16, "key_ranges", 128, 30.0).result()
         kernels += pool.submit(compile_pages, 90, 128, 128, torch.bfloat16, None, 8).result()
     for kernel in kernels:
         assert not kernel.spilled, kernel

@@ -16,7 +16,7 @@ from triton.backends.nvidia import driver
 
 from megatron.context_parallel.kernels.delta_triton import output_with_fused
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, PieceMask
 from megatron.context_parallel.kernels.merge_triton import merge_fused
 from megatron.context_parallel.kernels.position import kernel as position
 
@@ -82,14 +82,14 @@ def main() -> None:
         triton.runtime.driver.set_active(LaunchingDriver(90))
         position._architecture = lambda device: 90
         up = torch.arange(1, 65, dtype=torch.int32)[None]
-        runs = Runs(0 * up, up)
-        cases: list[tuple] = [(64, 64, 64, 0.0, deterministic, runs) for deterministic in (False, True)]
-        cases += [(64, 192, 128, 30.0, True, runs), (64, 96, 96, 0.0, True, CAUSAL), (64, 64, 64, 0.0, True, FULL)]
-        cases += [(3, 64, 64, 0.0, True, Runs(up[:, :3] * 0, up[:, :3]))]
+        ranges = KeyRanges(0 * up, up)
+        cases: list[tuple] = [(64, 64, 64, 0.0, deterministic, ranges) for deterministic in (False, True)]
+        cases += [(64, 192, 128, 30.0, True, ranges), (64, 96, 96, 0.0, True, CAUSAL), (64, 64, 64, 0.0, True, FULL)]
+        cases += [(3, 64, 64, 0.0, True, KeyRanges(up[:, :3] * 0, up[:, :3]))]
         for *case, mask in cases:
             before = ctypes.c_int.in_dll(library, "launches").value
             launch(*case, mask)
-            name = "runs" if isinstance(mask, Runs) else mask
+            name = "key_ranges" if isinstance(mask, KeyRanges) else mask
             print(*case, name, ctypes.c_int.in_dll(library, "launches").value - before, "launches", flush=True)
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import ScalingType, scaled_mm
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.cluster.description import load_cluster, save_cluster
 from megatron.context_parallel.cluster.measure import meter, probe, probe_device
+from megatron.context_parallel.cluster.measure.probe_links import LinkProbe
 from megatron.context_parallel.cluster.simulate.one_pass import simulate
 from megatron.context_parallel.commands.cluster_probe import read_flags
 from megatron.context_parallel.plan.volume import Shape
@@ -69,6 +71,18 @@ def scaled_mm_by_definition(*args: object, **how: object) -> torch.Tensor:
     assert given["scale_recipe_a"] == given["scale_recipe_b"] == ScalingType.TensorWise
     product = (given["mat_a"].float() * given["scale_a"]) @ (given["mat_b"].float() * given["scale_b"])
     return product.to(given["output_dtype"])
+
+
+@pytest.mark.parametrize("nodes", ["abab", "aab", "abba"])
+def test_nodes_have_as_many_ranks_each_one_after_the_other(nodes):
+    def on(nodes: str) -> LinkProbe:
+        ranks = SimpleNamespace(rank=len(nodes) - 1, n=len(nodes), everyone=lambda mine: list(nodes))
+        return LinkProbe(ranks, lambda: None)
+
+    found = on("aabb")
+    assert (found.nodes, found.each, found.node, found.rank_in_node) == (2, 2, 1, 1)
+    with pytest.raises(UsageError, match=f"^{len(nodes)} ranks on 2 nodes: need as many on each"):
+        on(nodes)
 
 
 def test_a_gpu_has_rates_of_16_and_of_8_bit_products(monkeypatch):

@@ -76,7 +76,7 @@ def table(args) -> dict[str, int]:
     else:
         layer = saved_bytes.attention_parts(model, run) + saved_bytes.mlp_parts(model, run)
         parts = [*layer * args.num_layers, saved_bytes.selective_states(run, args.num_layers)]
-    for name, size in parts + saved_bytes.head_parts(model, run):
+    for name, size in parts + saved_bytes.output_parts(model, run):
         found[name] += size
     rotary = saved_bytes.rotary_tables(model, run)
     angles = 4 * run.tokens // run.micro_batch_size * model.kv_channels * (rotary > 0)

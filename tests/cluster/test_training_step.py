@@ -30,8 +30,8 @@ from megatron.context_parallel.cluster.step.layer_time import LayerTime
 from megatron.context_parallel.cluster.step.memory import (
     ATTENTION,
     GRADIENTS,
-    HEAD,
     MLP,
+    OUTPUT,
     Moment,
     fullest,
     host_memory,
@@ -347,10 +347,10 @@ def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
         assert sizes["MLP activations"] == (2 * micro_batches - 1) * 1024 * inner
     larger = replace(MODEL, padded_vocab_size=16384)
     assert [fullest(model, run)[0] for model in (MODEL, larger)] == [0, 1]
-    assert (peak(MODEL, run).name, peak(larger, run, 1).name) == (MLP, HEAD)
+    assert (peak(MODEL, run).name, peak(larger, run, 1).name) == (MLP, OUTPUT)
     halves = replace(run, virtual_pipeline_model_parallel_size=2)  # three of them are in flight in the last stage
     for moment in moments(MODEL, halves, 1)[:2]:
-        assert moment.name in (HEAD, MLP)
+        assert moment.name in (OUTPUT, MLP)
         sizes = {item.what: item.bytes for item in moment.items}
         assert sizes["MLP activations"] == 3 * 1024 * inner
     outputs = {

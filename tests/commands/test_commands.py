@@ -90,6 +90,15 @@ def test_every_console_script_is_a_command_whose_examples_work():
                 assert f" {words}".rstrip() + "\n" in command.PARSER.help("all")
 
 
+def test_help_names_the_program_that_runs(monkeypatch, capsys):
+    plot_loss = import_module(f"{programs.__package__}.plot_loss")
+    for program, named in (("/usr/bin/cp-plot-loss", "cp-plot-loss"), ("tools/plot.py", "python tools/plot.py")):
+        monkeypatch.setattr(sys, "argv", [program])
+        with pytest.raises(SystemExit):
+            plot_loss.main(["--help"])
+        assert capsys.readouterr().out.startswith(f"usage: {named} RUN_DIR\n")
+
+
 def test_a_command_runs_as_a_module_too(monkeypatch):
     """`python -m megatron.context_parallel.commands.plan` is `cp-plan`."""
     for name in [target.split(":")[1] for target in PROJECT["scripts"].values()]:

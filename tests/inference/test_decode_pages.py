@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.context_parallel.inference import decode_attention, decode_pages
 from megatron.context_parallel.inference.cache import KVCache
 from megatron.context_parallel.inference.decode_pages import DecodePages, can_attend_to_pages
+from megatron.context_parallel.inference.decode_ranges import DecodeRanges
 from megatron.context_parallel.inference.decode_rows import DecodeRows
-from megatron.context_parallel.inference.decode_runs import DecodeRuns
 from megatron.context_parallel.inference.heads import Heads
 from megatron.context_parallel.inference.pages import PageTables
 from megatron.context_parallel.inference.session import Session
@@ -119,7 +119,7 @@ def _both_forms() -> list[float]:
         sent = torch.zeros(2, *parts.shape)
         forms = [
             DecodePages(cache, HEADS, cores, gathered, sent[0], parts),
-            DecodeRuns(cache, HEADS, gathered, [*sent[1]], parts),
+            DecodeRanges(cache, HEADS, gathered, [*sent[1]], parts),
         ]
         for of in forms:
             of.begin(rows)

@@ -18,7 +18,7 @@ from megatron.context_parallel.kernels.choose import LibraryAndPosition, check_b
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.libraries import LIBRARIES
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, Piece
 from megatron.context_parallel.kernels.position.tiles import TILES
 from megatron.context_parallel.kernels.reference import Reference
 
@@ -578,8 +578,8 @@ def test_deterministic_gradients_are_asked_for(name, backward, monkeypatch):
 # -------------------------------------------------------------------------------------------------- the pieces
 
 
-def runs(first, end):
-    return Runs(*(torch.tensor([x], dtype=torch.int32) for x in (first, end)))
+def key_ranges(first, end):
+    return KeyRanges(*(torch.tensor([x], dtype=torch.int32) for x in (first, end)))
 
 
 def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
@@ -588,20 +588,20 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
     n = 64
     zero, up = [0] * n, list(range(1, n + 1))
     plain = {
-        "full": (runs(zero, [n] * n), n),
-        "causal": (runs(zero, up), n),
-        "diagonal": (runs(zero, [i + n for i in up]), 2 * n),
+        "full": (key_ranges(zero, [n] * n), n),
+        "causal": (key_ranges(zero, up), n),
+        "diagonal": (key_ranges(zero, [i + n for i in up]), 2 * n),
     }
     for block, keys in plain.values():
         pieces = kernel.pieces(block, keys)
         assert pieces == library.pieces(block, keys) and 1 <= len(pieces) <= 2
-    steps = runs(zero, [4 * i for i in up]), 4 * n  # four diagonals
-    window = runs([max(0, i - 9) for i in up], up), n
-    tiny = runs(zero[:4], up[:4]), 4
-    decoding = runs(zero[:15], [n] * 15), n
+    steps = key_ranges(zero, [4 * i for i in up]), 4 * n  # four diagonals
+    window = key_ranges([max(0, i - 9) for i in up], up), n
+    tiny = key_ranges(zero[:4], up[:4]), 4
+    decoding = key_ranges(zero[:15], [n] * 15), n
     for block, keys in (steps, window, tiny, decoding):
         assert kernel.pieces(block, keys) == ["one launch"]
-    assert kernel.pieces(runs(zero[:16], [n] * 16), n) == [Piece(slice(0, 16), slice(0, n), FULL)]
+    assert kernel.pieces(key_ranges(zero[:16], [n] * 16), n) == [Piece(slice(0, 16), slice(0, n), FULL)]
     with pytest.raises(UsageError, match=r"--cp-attention-backend aten: .* give --cp-attention-backend triton"):
         library.pieces(*window)
     assert kernel.forward(None, None, None, window[0], Scores(1.0)) == "position"
@@ -638,23 +638,23 @@ def test_cudnn_gets_whole_and_half_chunks_of_multiples_of_128():
     up, zero = list(range(1, n + 1)), [0] * n
     half = [0] * 256 + [256] * 256
     taken = {
-        "causal": (runs(zero, up), n, 1),
-        "diagonal": (runs(zero, [i + n for i in up]), 2 * n, 2),
-        "zigzag before": (runs(zero, [256] * n), n, 1),
-        "zigzag own": (runs(zero, [*up[:256], *(i + 512 for i in up[256:])]), 2 * n, 3),
-        "documents of a half": (runs(half, up), n, 2),
+        "causal": (key_ranges(zero, up), n, 1),
+        "diagonal": (key_ranges(zero, [i + n for i in up]), 2 * n, 2),
+        "zigzag before": (key_ranges(zero, [256] * n), n, 1),
+        "zigzag own": (key_ranges(zero, [*up[:256], *(i + 512 for i in up[256:])]), 2 * n, 3),
+        "documents of a half": (key_ranges(half, up), n, 2),
     }
     for name, (block, keys, count) in taken.items():
         pieces = kernel.pieces(block, keys)
         assert len(pieces) == count and pieces == library.pieces(block, keys), name
     quarters = [i // 128 * 128 for i in range(n)]
     others = {
-        "documents of a quarter": (runs(quarters[:256] + half[256:], up), n),
-        "a document of 300": (runs([0] * 300 + [300] * 212, up), n),
-        "the diagonal left out": (runs(zero, range(n)), n),  # cyclic
-        "halves of 96": (runs(zero[:192], [96] * 192), 192),
-        "96": (runs(zero[:96], up[:96]), 96),
-        "keys of 64 modulo 128": (runs(zero, [704] * n), 704),
+        "documents of a quarter": (key_ranges(quarters[:256] + half[256:], up), n),
+        "a document of 300": (key_ranges([0] * 300 + [300] * 212, up), n),
+        "the diagonal left out": (key_ranges(zero, range(n)), n),  # cyclic
+        "halves of 96": (key_ranges(zero[:192], [96] * 192), 192),
+        "96": (key_ranges(zero[:96], up[:96]), 96),
+        "keys of 64 modulo 128": (key_ranges(zero, [704] * n), 704),
     }
     for name, (block, keys) in others.items():
         assert kernel.pieces(block, keys) == ["one launch"], name

@@ -12,7 +12,7 @@ from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.libraries import LIBRARIES
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs, cut
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, cut
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.plan.ir import T
@@ -29,7 +29,7 @@ def covered(cut, q_rows: int, kv_rows: int) -> torch.Tensor:
     for piece in cut:
         block = count[piece.q, piece.kv]
         assert block.numel()
-        if isinstance(piece.mask, Runs):
+        if isinstance(piece.mask, KeyRanges):
             keys = torch.arange(block.shape[1])
             block += ((keys >= piece.mask.first.T) & (keys < piece.mask.end.T)).int()
         elif piece.mask == CAUSAL:
@@ -40,7 +40,7 @@ def covered(cut, q_rows: int, kv_rows: int) -> torch.Tensor:
     return count
 
 
-def seen(block: Runs, kv_rows: int) -> torch.Tensor:
+def seen(block: KeyRanges, kv_rows: int) -> torch.Tensor:
     keys = torch.arange(kv_rows)
     return ((keys >= block.first.T) & (keys < block.end.T)).int()
 
@@ -52,7 +52,7 @@ def test_pieces_of_causal_chunks_need_no_runs(layout, n):
     blocks = Blocks(Mask(), *Chunks.pair(layout, n, 72 * n), kernel)
     for q in range(n):
         for chunks in [(kv,) for kv in range(n)] + [tuple(range(n)), tuple(c for c in range(n) if c != q) or (q,)]:
-            block, keys = blocks.runs(q, chunks), 72 * len(chunks)
+            block, keys = blocks.key_ranges(q, chunks), 72 * len(chunks)
             assert torch.equal(covered(blocks.pieces(q, chunks), 72, keys), seen(block, keys))
             assert all(piece.mask in (FULL, CAUSAL) for piece in blocks.pieces(q, chunks))
 
@@ -60,7 +60,7 @@ def test_pieces_of_causal_chunks_need_no_runs(layout, n):
 def test_how_many_pieces():
     def pieces(mask: Mask, layout: str, q: int, *chunks: int) -> list[str]:
         cut = Blocks(mask, *Chunks.pair(layout, 4, 256), Reference()).pieces(q, chunks)
-        return ["runs" if isinstance(piece.mask, Runs) else piece.mask for piece in cut]
+        return ["key_ranges" if isinstance(piece.mask, KeyRanges) else piece.mask for piece in cut]
 
     for layout in LAYOUTS:  # a chunk against itself is one causal square in every layout
         assert pieces(Mask(), layout, 1, 1) == [CAUSAL]
@@ -68,9 +68,9 @@ def test_how_many_pieces():
     assert pieces(Mask(), "contiguous", 3, 0, 1, 2) == [FULL]
     assert pieces(Mask(), "contiguous", 0, 1, 2) == []
     assert pieces(Mask(), "cyclic", 1, 0, 1, 2, 3) == [CAUSAL] * 4  # a staircase of four diagonals
-    assert pieces(Mask(True, (40, 0)), "contiguous", 2, 2) == [CAUSAL, "runs"]  # until the window is full
+    assert pieces(Mask(True, (40, 0)), "contiguous", 2, 2) == [CAUSAL, "key_ranges"]  # until the window is full
     one_each = Documents(torch.arange(256))
-    assert pieces(Mask(documents=one_each), "contiguous", 2, 2) == ["runs"]
+    assert pieces(Mask(documents=one_each), "contiguous", 2, 2) == ["key_ranges"]
     halves = Documents(torch.arange(256) // 32)
     assert pieces(Mask(documents=halves), "contiguous", 2, 2) == [CAUSAL, CAUSAL]
 
@@ -83,20 +83,20 @@ def test_cut_covers_any_runs_once():
         lasting = [steps[i // 20] for i in range(rows)] if draw.random() < 0.5 else steps
         first = torch.tensor([a for a, _ in lasting]).cumsum(0).sub(draw.choice([0, 5])).clamp(0, keys)
         end = torch.tensor([b for _, b in lasting]).cumsum(0).clamp(0, keys)
-        block = Runs(first[None].int(), torch.maximum(first, end)[None].int())
+        block = KeyRanges(first[None].int(), torch.maximum(first, end)[None].int())
         for short in (0, 8, 32):
             cut_up = cut(block, short)
             assert torch.equal(covered(cut_up, rows, keys), seen(block, keys))
 
 
 CPU = torch.device("cpu")
-TWO_SAMPLES = Runs(  # documents with rows that see nothing, and a window; 300 rows are two tiles
+TWO_SAMPLES = KeyRanges(  # documents with rows that see nothing, and a window; 300 rows are two tiles
     *(torch.stack(x).int() for x in (
         (torch.arange(300) // 70 * 70, (torch.arange(300) - 40).clamp(0)),
         (torch.arange(1, 301).where(torch.arange(300) % 70 < 50, torch.arange(300) // 70 * 70), torch.arange(1, 301)),
     ))
 )  # fmt: skip
-MASKS = {"full": (FULL, 33, 50), "causal": (CAUSAL, 130, 130), "runs": (TWO_SAMPLES, 300, 300)}
+MASKS = {"full": (FULL, 33, 50), "causal": (CAUSAL, 130, 130), "key_ranges": (TWO_SAMPLES, 300, 300)}
 
 
 def block(rows, keys, heads, group, dim, value_dim, dtype=torch.float32, size=1.0) -> tuple[torch.Tensor, ...]:
@@ -151,7 +151,7 @@ def test_the_reference_has_the_gradients_of_the_definition(name, softcap):
     mask, rows, keys = MASKS[name]
     q, k, v, dout = block(rows, keys, 2, 2, 16, 8, torch.float64, size=4.0)
     seen = torch.ones(1, rows, keys, dtype=torch.bool)
-    if isinstance(mask, Runs):
+    if isinstance(mask, KeyRanges):
         at = torch.arange(keys)
         seen = (at >= mask.first.unsqueeze(2)) & (at < mask.end.unsqueeze(2))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]

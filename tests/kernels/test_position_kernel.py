@@ -11,7 +11,7 @@ import torch
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges
 from megatron.context_parallel.kernels.position.tiles import Tiles
 from tests.support.dense import dense_attention, visible
 from tests.support.interpreter import interpreter
@@ -28,8 +28,8 @@ def interpreted():
 # -- masks ---------------------------------------------------------------------------------------------------------
 
 
-def runs(first, end) -> Runs:
-    return Runs(*(torch.as_tensor(x, dtype=torch.int32).reshape(-1, S) for x in (first, end)))
+def key_ranges(first, end) -> KeyRanges:
+    return KeyRanges(*(torch.as_tensor(x, dtype=torch.int32).reshape(-1, S) for x in (first, end)))
 
 
 def documents(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,20 +43,20 @@ S, T = 45, 75  # query and key rows: no multiples of a tile
 ROW = torch.arange(S)
 MASKS = {
     "full": FULL,
-    "all_by_runs": runs(0 * ROW, 0 * ROW + T),
-    **{f"step{m}": runs(0 * ROW, (m * ROW + c).clamp(0, T)) for m, c in ((1, -9), (2, 1), (3, -60))},
-    "window": runs((ROW - 7).clamp(0), ROW + 1),
-    "step_window": runs((2 * ROW - 30).clamp(0, T), (2 * ROW + 3).clamp(0, T)),
-    "documents": runs(*documents(1, 30, 3, 1, 1, 5)),
-    "two_samples": runs(*(torch.stack(x) for x in zip(documents(33, 12), documents(1, 40, 4), strict=True))),
-    "empty": runs(0 * ROW, 0 * ROW),
+    "all_by_ranges": key_ranges(0 * ROW, 0 * ROW + T),
+    **{f"step{m}": key_ranges(0 * ROW, (m * ROW + c).clamp(0, T)) for m, c in ((1, -9), (2, 1), (3, -60))},
+    "window": key_ranges((ROW - 7).clamp(0), ROW + 1),
+    "step_window": key_ranges((2 * ROW - 30).clamp(0, T), (2 * ROW + 3).clamp(0, T)),
+    "documents": key_ranges(*documents(1, 30, 3, 1, 1, 5)),
+    "two_samples": key_ranges(*(torch.stack(x) for x in zip(documents(33, 12), documents(1, 40, 4), strict=True))),
+    "empty": key_ranges(0 * ROW, 0 * ROW),
 }
-PADDED = runs(*(torch.where((ROW > 7) & (ROW < 24), 24, x) for x in (ROW // 8 * 8, ROW // 8 * 8 + 5)))  # gaps
+PADDED = key_ranges(*(torch.where((ROW > 7) & (ROW < 24), 24, x) for x in (ROW // 8 * 8, ROW // 8 * 8 + 5)))  # gaps
 
 
 def seen(mask, s: int, t: int) -> torch.Tensor:
     row, key = torch.arange(s)[None, :, None], torch.arange(t)
-    if isinstance(mask, Runs):
+    if isinstance(mask, KeyRanges):
         return (key >= mask.first[..., None]) & (key < mask.end[..., None])
     return key <= (row if mask == CAUSAL else row * 0 + t)
 
@@ -198,12 +198,12 @@ def few_rows(
     return [*map(float, found), merged.call_args.args[4]]
 
 
-def runs_of(s: int, t: int) -> Runs:
+def random_ranges(s: int, t: int) -> KeyRanges:
     """Rows that see a window, and one that sees nothing."""
     end = torch.linspace(5, t, s).int()
     first = (end - 40).clamp(0)
     end[s // 2] = first[s // 2]
-    return Runs(first[None], end.cummax(0).values[None])
+    return KeyRanges(first[None], end.cummax(0).values[None])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,11 @@ def runs_of(s: int, t: int) -> Runs:
     [(1, 8, 300, 10), (4, 3, 77, 3), (15, 5, 100, 4), (15, 2, 15, 1)],  # tiles have 32 keys
 )
 def test_few_rows_split_the_keys(interpreted, s, group, t, expected):
-    masks = [FULL, runs_of(s, t)] + [CAUSAL] * (s == t) + [Runs(*torch.zeros(2, 1, s, dtype=torch.int32))] * (s == 4)
+    masks = (
+        [FULL, random_ranges(s, t)]
+        + [CAUSAL] * (s == t)
+        + [KeyRanges(*torch.zeros(2, 1, s, dtype=torch.int32))] * (s == 4)
+    )
     for mask in masks:
         out, lse, parts = interpreted(partial(few_rows, t=t), torch.float32, s, group, mask)
         assert out < 2e-6 and lse < 2e-6
@@ -236,7 +240,7 @@ def saturation() -> list[float]:
     q, k = torch.zeros(8, 1, 1, 64), torch.zeros(8, 1, 64)
     q[..., 0], k[..., 0] = raw.view(8, 1, 1), 1.0
     row = torch.arange(8, dtype=torch.int32)[None]
-    mask, ones = Runs(row, row + 1), torch.ones(8, 1, 1, 64)
+    mask, ones = KeyRanges(row, row + 1), torch.ones(8, 1, 1, 64)
     kernel, scores = PositionKernel(torch.device("cpu")), Scores(1.0, 1.0)
     _, lse = kernel.forward(q, k, ones[:, 0], mask, scores)
     delta = torch.full((8, 1, 1), 63.0)  # 1 less than dout * v: dS is p times the slope
@@ -354,19 +358,19 @@ def test_rows_that_nobody_sees_do_not_matter(interpreted):
     assert all(interpreted(rows_nobody_sees_do_not_matter))
 
 
-def test_what_kernels_read_of_runs_is_computed_once():
+def test_what_kernels_read_of_key_ranges_is_computed_once():
     from megatron.context_parallel.kernels.position import kernel
 
     end = torch.tensor([[1, 2, 4]], dtype=torch.int32)
-    runs, others = Runs(end * 0, end), Runs(end * 0 + 1, end)
-    made = kernel._once(kernel._seen_keys, runs, 5)
+    ranges, others = KeyRanges(end * 0, end), KeyRanges(end * 0 + 1, end)
+    made = kernel._once(kernel._seen_keys, ranges, 5)
     assert made.tolist() == [[True] * 4 + [False]]
-    assert kernel._once(kernel._seen_keys, runs, 5) is made
+    assert kernel._once(kernel._seen_keys, ranges, 5) is made
     assert kernel._once(kernel._seen_keys, others, 5).tolist() == [[False] + [True] * 3 + [False]]
-    assert kernel._once(kernel._rows_seeing, runs, 4, 2).shape == (1, 4, 2)
-    before = len(kernel._of_runs)
-    del runs, others, end
-    assert len(kernel._of_runs) == before - 1
+    assert kernel._once(kernel._rows_seeing, ranges, 4, 2).shape == (1, 4, 2)
+    before = len(kernel._of_key_ranges)
+    del ranges, others, end
+    assert len(kernel._of_key_ranges) == before - 1
 
 
 def full_tiles_ignore_runs() -> float:
@@ -376,7 +380,7 @@ def full_tiles_ignore_runs() -> float:
     q, k, v, _ = inputs(torch.float32, s=32, t=64)
     end = torch.full((1, 32), 64, dtype=torch.int32)
     end[0, 10] = 5
-    out, _ = PositionKernel(torch.device("cpu")).forward(q, k, v, Runs(end * 0, end), Scores(0.125))
+    out, _ = PositionKernel(torch.device("cpu")).forward(q, k, v, KeyRanges(end * 0, end), Scores(0.125))
     return float((out - definition(q, k, v, q, FULL, Scores(0.125))[0]).abs().max())
 
 
@@ -424,7 +428,7 @@ def test_refusals_name_what_is_wrong(interpreted):
         assert word in text
 
 
-def pieces(mask: Runs) -> list:
+def pieces(mask: KeyRanges) -> list:
     from megatron.context_parallel.kernels.position import PositionKernel
 
     return PositionKernel(torch.device("cpu")).pieces(mask, T)
@@ -443,9 +447,9 @@ def test_runs_reach_the_gpu_in_one_copy_that_nothing_waits_for(monkeypatch):
     kernel.device = torch.device("cuda", 1)
     for name in ("pin_memory", "to"):
         monkeypatch.setattr(torch.Tensor, name, lambda x, *a, name=name, **k: calls.append((name, x.shape, a, k)) or x)
-    block = Runs(torch.zeros(2, 5, dtype=torch.int32), torch.arange(10, dtype=torch.int32).view(2, 5))
-    ((rows, keys, runs, _),) = kernel.pieces(block, 7)
-    assert (rows, keys) == (slice(0, 5), slice(0, 7)) and all(map(torch.equal, runs, block))
+    block = KeyRanges(torch.zeros(2, 5, dtype=torch.int32), torch.arange(10, dtype=torch.int32).view(2, 5))
+    ((rows, keys, ranges, _),) = kernel.pieces(block, 7)
+    assert (rows, keys) == (slice(0, 5), slice(0, 7)) and all(map(torch.equal, ranges, block))
     assert calls == [("pin_memory", (2, 2, 5), (), {}), ("to", (2, 2, 5), (kernel.device,), {"non_blocking": True})]
 
 

@@ -8,7 +8,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.aten import AtenFlash
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, KeyRanges
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.kernels.softcap import SoftcapCpu
@@ -94,7 +94,7 @@ def test_rows_that_nobody_sees_do_not_matter_to_tiles(value, kernel, scores, val
     row, blind, unseen = torch.arange(60), torch.arange(20, 30), torch.tensor([0, 1, *range(40, 50), *range(90, 100)])
     first = torch.where(row < 20, 2 + row, torch.where(row < 30, 45, 50 + row - 30))
     end = torch.where(row < 20, 21 + row, torch.where(row < 30, 45, 61 + row - 30))
-    mask = Runs(first[None].int(), end[None].int())
+    mask = KeyRanges(first[None].int(), end[None].int())
     out, lse = kernel.forward(q, k, v, mask, scores)
     delta = (dout * out).sum(-1)
     grads = kernel.backward(BlockGrad(dout, q, k, v, lse, delta, mask), scores)

@@ -1,5 +1,7 @@
 """Shared cos and sin: results and gradients are megatron-core's to the bit, and autograd keeps one copy."""
 
+from functools import cache
+
 import pytest
 import torch
 from megatron.core.models.common.embeddings import rope_utils
@@ -21,6 +23,31 @@ def test_rotations_are_those_of_megatron_core(dtype, interleaved):
         results.append((out, t.grad))
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_on_a_gpu_a_rotation_is_one_graph_with_and_without_gradients(monkeypatch):
+    compiled, compile_as_given = [], torch.compile
+
+    def compile_without_inductor(function):
+        compiled.append(function)
+        return compile_as_given(function, backend="aot_eager", fullgraph=True)
+
+    megatron_rope.share_cos_and_sin()
+    t, angles = torch.randn(6, 2, 3, 12, requires_grad=True), torch.randn(6, 1, 1, 4).repeat(1, 1, 1, 2)
+    expected = rope_utils._apply_rotary_pos_emb_bshd(t, angles)
+    gradient = torch.randn_like(t)
+    (wanted,) = torch.autograd.grad(expected, t, gradient)
+    with monkeypatch.context() as patch:
+        patch.setattr(megatron_rope, "_compiled", cache(megatron_rope._compiled.__wrapped__))
+        patch.setattr(torch, "compile", compile_without_inductor)
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+        with torch.no_grad():
+            first = rope_utils._apply_rotary_pos_emb_bshd(t, angles)
+        again = rope_utils._apply_rotary_pos_emb_bshd(t, angles)
+        (found,) = torch.autograd.grad(again, t, gradient)
+    assert compiled == [megatron_rope.rotation, megatron_rope.rotation_back]
+    assert torch.equal(first, expected) and torch.equal(again, expected)
+    assert torch.allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_other_rotations_are_left_to_megatron_core():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.context_parallel import STRATEGIES, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
 from megatron.context_parallel.patches.torch_process_groups import timeout_of
-from megatron.context_parallel.plan.ir import PLACEMENTS, AllGather, Attend, PlanError, ReduceScatter, Step, T
+from megatron.context_parallel.plan.ir import RANK_PLACEMENTS, AllGather, Attend, PlanError, ReduceScatter, Step, T
 from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.strategies import Pass, parse_spec, register
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
@@ -44,7 +44,7 @@ def all_cases(n: int) -> list[tuple[str, dict]]:
     for name, strategy in STRATEGIES.items():
         least = {"optional": 1, "required": 2, "all": n}[strategy.head_parallel]
         for size in (d for d in divisors(n) if d >= least):
-            for placement in PLACEMENTS if 1 < size < n else PLACEMENTS[:1]:
+            for placement in RANK_PLACEMENTS if 1 < size < n else RANK_PLACEMENTS[:1]:
                 how = {"head_parallel_size": size, "placement": placement}
                 cases += [(name, {**how, **own}) for own in own_options(name, n // size)]
     return cases

@@ -16,7 +16,7 @@ from megatron.context_parallel import (
     context_parallel_attention,
 )
 from megatron.context_parallel.kernels.reference import Reference
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan, Step, T
+from megatron.context_parallel.plan.ir import HEAD_FIRST, RANK_PLACEMENTS, Plan, Step, T
 from megatron.context_parallel.plan.pictures.lanes import picture
 from megatron.context_parallel.plan.trace import trace
 from megatron.context_parallel.plan.verify import verify
@@ -263,7 +263,7 @@ def test_rounds_of_tokens_hide_the_swaps_beside_them(backward):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", RANK_PLACEMENTS)
 @pytest.mark.parametrize("hp,cp", [(1, 4), (4, 1), (2, 3), (3, 2), (4, 4)])
 def test_a_head_group_owns_a_chunk_of_the_steps(layout, placement, hp, cp):
     n, length = hp * cp, hp * cp * 4
@@ -272,7 +272,7 @@ def test_a_head_group_owns_a_chunk_of_the_steps(layout, placement, hp, cp):
     for r in range(n):
         group, context = plan.grid.along(r, "heads"), plan.grid.along(r, "context")
         assert (len(group), len(context)) == (hp, cp)
-        near = group if placement == "head-first" else context
+        near = group if placement == HEAD_FIRST else context
         assert near == tuple(range(near[0], near[0] + len(near)))
         place = plan.grid.coordinates(r)["context"]
         whole = positions(layout, place, cp, length)
@@ -288,7 +288,8 @@ def test_a_head_group_owns_a_chunk_of_the_steps(layout, placement, hp, cp):
 def test_examples_of_placement():
     """Figure 11: head-first keeps ranks 0 and 1 in a head group, context-first ranks 0 to 3 in a context group."""
     first, second = (
-        STRATEGIES["loongtrain"].plan(8, layout="contiguous", head_parallel_size=2, placement=p) for p in PLACEMENTS
+        STRATEGIES["loongtrain"].plan(8, layout="contiguous", head_parallel_size=2, placement=p)
+        for p in RANK_PLACEMENTS
     )
     assert first.grid.along(0, "heads") == (0, 1) and first.grid.along(0, "context") == (0, 2, 4, 6)
     assert second.grid.along(0, "heads") == (0, 4) and second.grid.along(0, "context") == (0, 1, 2, 3)
@@ -335,7 +336,7 @@ def test_exact(hp, cp, heads, kv_heads):
     for i, name in enumerate(["ulysses"] if cp == 1 else INNER):
         for j, layout in enumerate(STRATEGIES[name].layouts):
             # Each grid and each number of heads meets both masks and both placements; tests/campaigns/fuzz the product.
-            causal, placement = (i + j + hp + kv_heads) % 2 == 0, PLACEMENTS[(i + cp + heads // kv_heads) % 2]
+            causal, placement = (i + j + hp + kv_heads) % 2 == 0, RANK_PLACEMENTS[(i + cp + heads // kv_heads) % 2]
             ranks = AllRanks(n, name, layout, head_parallel_size=hp, placement=placement)
             got = attend(ranks, causal, *problem(n, heads, kv_heads, torch.float32))
             for what, error in zip(WHAT, errors(got, exact(n, heads, kv_heads, torch.float32, causal)), strict=True):
@@ -355,7 +356,7 @@ def test_double_ring_is_exact(n, heads, kv_heads):
             assert max(errors(got, want)) < 2e-6, (w, layout)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", RANK_PLACEMENTS)
 def test_replicated_heads_leave_no_error_in_float64(placement):
     ranks = AllRanks(8, "loongtrain", "zigzag", head_parallel_size=4, inner_ring_size=1, placement=placement)
     got = attend(ranks, True, *problem(8, 8, 2, torch.float64), kernel=Reference())

@@ -1,6 +1,9 @@
 """Triton's CPU interpreter in a process of its own, because Triton decides at its import whether to interpret."""
 
+import atexit
+import gc
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +14,12 @@ import torch
 from tests.support.releases import installed
 
 
+def _begin() -> None:
+    gc.disable()  # it would look at all that is imported, again and again
+    atexit.register(os._exit, 0)  # the last of all: the interpreter's end would take seconds
+    torch.set_num_threads(1)
+
+
 @contextmanager
 def interpreter() -> Iterator[Callable]:
     """Yields what runs `function(*args)` there and returns the result."""
@@ -18,7 +27,7 @@ def interpreter() -> Iterator[Callable]:
         pytest.skip("Triton's interpreter before 3.7 fails with numpy 2.4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        pool.submit(torch.set_num_threads, 1).result()  # starts it
+        pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+        pool.submit(torch.get_num_threads).result()  # starts it
     with pool:
         yield lambda function, *args: pool.submit(function, *args).result()

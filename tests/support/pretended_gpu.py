@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, PieceMask
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.kernels.paged import Seen
 from megatron.context_parallel.kernels.quantized import unpack
@@ -234,7 +234,7 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **how: Any
 
 
 def _mask(x: dict) -> PieceMask:
-    return Runs(x["first"], x["end"]) if x["MASK"] == "runs" else x["MASK"]
+    return KeyRanges(x["first"], x["end"]) if x["MASK"] == "key_ranges" else x["MASK"]
 
 
 def _forward(**x: Any) -> None:
@@ -249,8 +249,8 @@ def _few_rows(**x: Any) -> None:
         mask = _mask(x)
         if mask == CAUSAL:
             up = torch.arange(1, x["s"] + 1, dtype=torch.int32)[None]
-            mask = Runs(0 * up, up)
-        mask = mask.of(slice(None), keys) if isinstance(mask, Runs) else mask
+            mask = KeyRanges(0 * up, up)
+        mask = mask.of(slice(None), keys) if isinstance(mask, KeyRanges) else mask
         scores = Scores(x["scale"], x["SOFTCAP"])
         its_out, its_lse = Reference().forward(x["q"], x["k"][keys], x["v"][keys], mask, scores)
         out.copy_(its_out.transpose(0, 1).flatten(1, 2))

@@ -6,6 +6,7 @@ import torch
 from megatron.core import optimizer
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.optimizer import clip_grads
+from megatron.core.optimizer import distrib_optimizer as distrib
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -76,6 +77,34 @@ class AdamOfWholeWeights(torch.optim.Optimizer):
         assert not any(isinstance(weight, DTensor) for weight in weights), "moments of whole weights on each rank"
 
 
+class AdamThatCountsInGroups(torch.optim.Optimizer):
+    """AdamW that counts steps in its groups, from the first one on: Transformer Engine's and Apex's FusedAdam."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay, **how):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = step = group.get("step", 0) + 1
+            first, second = group["betas"]
+            for weight in (weight for weight in group["params"] if weight.grad is not None):
+                state = self.state[weight]
+                for name in () if state else ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(weight)
+                mean = state["exp_avg"].lerp_(weight.grad, 1 - first) / (1 - first**step)
+                square = state["exp_avg_sq"].lerp_(weight.grad.square(), 1 - second) / (1 - second**step)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(group["lr"] * mean / (square.sqrt() + group["eps"]))
+
+
+def train_with_counts_in_groups(changes: dict) -> list[float]:
+    """Losses of a run where megatron-core's Adam is not PyTorch's."""
+    adam = {"Adam": AdamThatCountsInGroups}
+    with mock.patch.multiple(optimizer, USING_PYTORCH_OPTIMIZER=False, **adam), mock.patch.multiple(distrib, **adam):
+        return training_case.train("llama", context_parallel_size=1, train_iters=4, **changes).losses
+
+
 def train_beside_another_adam() -> tuple[list[float], list[float]]:
     """FSDP2 where megatron-core's Adam is not PyTorch's."""
     with mock.patch.multiple(optimizer, Adam=AdamOfWholeWeights, USING_PYTORCH_OPTIMIZER=False):
@@ -100,13 +129,17 @@ def whole_when_sharding() -> list[int]:
 
 
 def bytes_to_save(way: str) -> tuple[int, int, int]:
-    """Bytes that a rank has of a checkpoint, of all weights and of the largest one, with their optimizer states."""
+    """Bytes that a rank has of a checkpoint's optimizer states, of all of them, and of those of the largest weight.
+
+    With FSDP, weights count too.
+    """
     args = training_case.case_args("gpt3", context_parallel_size=2, **WAYS[way])
     with training_case.groups(args):
         saved = sharded_state(training_case.build(args), optimizer=True, generators=False)
     states = saved["optimizer"]["param_state"]
     assert not any(isinstance(entry, dict) for entry in states.values())  # other dicts on other ranks
-    entries = [*nested_values(saved["model0"]), *states.values()]
+    sharded = args.use_megatron_fsdp or args.use_torch_fsdp2
+    entries = [*(nested_values(saved["model0"]) if sharded else ()), *states.values()]
     mine = sum(entry.data.nbytes for entry in entries if torch.is_tensor(entry.data))
-    shape = model_of(args)
-    return mine, 4 * 4 * shape.parameters, 4 * 4 * shape.largest_weight()
+    shape, tensors = model_of(args), 4 if sharded else 3
+    return mine, 4 * tensors * shape.parameters, 4 * tensors * shape.largest_weight()

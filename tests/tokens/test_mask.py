@@ -276,7 +276,7 @@ def test_runs_are_those_of_the_positions(layout):
             for gathered in [(0,), (2, 0), (0, 1, 2)]:
                 keys = torch.cat([chunks.positions(c) for c in gathered]).sort().values
                 expected = torch.stack([torch.searchsorted(keys, bound.contiguous()) for bound in mask.seen(at)])
-                got = torch.stack(blocks.runs(q, gathered))
+                got = torch.stack(blocks.key_ranges(q, gathered))
                 assert blocks.key_rows(gathered) == len(keys) and got.dtype == torch.int32
                 assert torch.equal(got.long(), expected)
 
@@ -307,7 +307,7 @@ def test_documents_of_each_batch_share_what_they_do_not_decide():
         cp.plans.blocks(Mask(documents=documents(lengths)), (LENGTH,) * 2, kernel) for lengths in (ODD, TINY)
     )
     assert first is not second and first.undivided is second.undivided
-    assert first.undivided.runs(1, (0, 1)) is second.undivided.runs(1, (0, 1))
+    assert first.undivided.key_ranges(1, (0, 1)) is second.undivided.key_ranges(1, (0, 1))
     cpu = torch.device("cpu")
     assert first.gather_order((0, 1), cpu) is second.gather_order((0, 1), cpu)
 

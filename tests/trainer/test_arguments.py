@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.cluster.step.memory import HEAD, moments
+from megatron.context_parallel.cluster.step.memory import OUTPUT, moments
 from megatron.context_parallel.commands.plan import read_flags as plan_flags
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES
@@ -499,7 +499,7 @@ def test_memory_adds_up_by_hand():
     assert sizes["attention activations"] == 32 * 4 * ((norm + attention) * 2 + 6 * 4)
     assert sizes["MLP activations"] == 32 * 4 * (norm + mlp) * 2
     assert (head.name, sizes["logits and loss"]) == (
-        HEAD,
+        OUTPUT,
         32 * ((norm + 96) * 2 + 13) + 384 * (32 + 96) * 2 + 32 * 96 * 2,
     )
 

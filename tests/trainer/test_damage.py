@@ -85,7 +85,7 @@ DAMAGES = {  # (what happens to the run's directory, what the line says of it)
     ),
     "no shards": (
         lambda run: [p.unlink() for p in (run / LAST).glob("*.distcp")],
-        "__0_0.distcp is missing (and 2 more)",
+        "__0_0.distcp is missing (and 3 more)",
     ),
     "no metadata": (lambda run: (run / LAST / ".metadata").unlink(), f"{LAST}/.metadata is missing"),
     "empty metadata": (lambda run: (run / LAST / ".metadata").write_bytes(b""), f"{LAST}/.metadata has 0 bytes"),
@@ -423,7 +423,7 @@ def test_the_tool_verifies(damaged, run, capsys):
             assert tool.main(["verify", str(damaged[kind])]) == 1
             lines = capsys.readouterr().out.splitlines()
             assert lines[0].startswith(f"{BEFORE} is complete") and said.split(" (")[0] in lines[1], kind
-            assert len(lines) == (4 if kind == "no shards" else 2)
+            assert len(lines) == (5 if kind == "no shards" else 2)
 
 
 def test_the_tool_lists(damaged, capsys):

@@ -120,6 +120,26 @@ def test_rounds_of_heads_are_advised_before_sharding(monkeypatch):
     assert change.flags == "--cp-head-rounds 4"
 
 
+@pytest.mark.parametrize(
+    ("flags", "sharders"),
+    [
+        ("", {"--use-distributed-optimizer", "--use-megatron-fsdp", "--use-torch-fsdp2"}),
+        ("--tensor-model-parallel-size 2", {"--use-distributed-optimizer", "--use-torch-fsdp2"}),
+        ("--pipeline-model-parallel-size 2", {"--use-distributed-optimizer"}),
+        ("--fp16", {"--use-distributed-optimizer"}),
+        ("--transformer-impl transformer_engine --fp8-format hybrid", {"--use-distributed-optimizer"}),
+        ("--num-experts 4 --moe-ffn-hidden-size 8 --expert-model-parallel-size 2", {"--use-distributed-optimizer"}),
+    ],
+)
+def test_the_trainer_accepts_each_advised_sharding(flags, sharders, monkeypatch):
+    given = f"{LLAMA} {flags}" if flags != "--fp16" else LLAMA.replace("--bf16", flags)
+    args = parsed(given, monkeypatch, ranks=16)
+    advised = [change.flags for change in fit._shardings(model_of(args), run_of(args))]
+    assert {text.split()[0] for text in advised} == sharders
+    for text in advised:
+        parsed(f"{given} {text}", monkeypatch, ranks=16)
+
+
 @pytest.mark.parametrize("text", ["80TB", "much", "-3GB"])
 def test_a_device_memory_that_is_none(text, monkeypatch):
     with pytest.raises(UsageError, match="--device-memory"):

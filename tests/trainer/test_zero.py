@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.context_parallel.trainer.checkpoint import optimizer_state
 from tests.support import zero_case
 
 EVALUATED = {"eval_iters": 1, "eval_interval": 1}  # before each save
@@ -61,8 +62,26 @@ def test_fsdp2_shards_each_layer_before_the_next_is_built(ranks):
     assert found == [layer, layer, table, table + norm]  # layers, embedding; then the output layer and its norm
 
 
-def test_a_rank_has_its_part_of_a_checkpoint_alone(ranks):
-    found = ranks(4, zero_case.bytes_to_save, "optim_grads_params, 2 instances")
+@pytest.mark.parametrize("way", ["optim_grads_params, 2 instances", "distributed optimizer, 2 instances"])
+def test_a_rank_has_its_part_of_a_checkpoint_alone(ranks, way):
+    found = ranks(4, zero_case.bytes_to_save, way)
     assert sum(mine for mine, *_ in found) == 2 * found[0][1]  # two ranks share each of two copies
     for mine, everything, largest in found:
         assert mine <= everything / 2 + largest
+
+
+@pytest.mark.parametrize("way", ["plain", "distributed optimizer", "optim_grads"])
+def test_the_count_of_steps_of_another_adam_goes_on(ranks, tmp_path, way):
+    (losses, *_) = ranks(2, zero_case.train_with_counts_in_groups, zero_case.WAYS[way])
+    saves = zero_case.WAYS[way] | {"save": str(tmp_path), "exit_interval": 2}
+    ranks(2, zero_case.train_with_counts_in_groups, saves)
+    found = ranks(2, zero_case.train_with_counts_in_groups, zero_case.WAYS[way] | {"load": str(tmp_path)})
+    assert found[0] == pytest.approx(losses[2:], rel=1e-6)
+
+
+@pytest.mark.parametrize("fused, place", [(True, "meta"), (False, "cpu")])
+def test_counts_of_steps_are_where_the_kernel_of_pytorchs_adam_reads_them(fused, place):
+    adam = torch.optim.AdamW([torch.nn.Parameter(torch.empty(4, device="meta"))])
+    adam.param_groups[0]["fused"] = fused
+    ((_, step),) = optimizer_state.with_steps(adam, 3)
+    assert step.device.type == place

@@ -147,7 +147,7 @@ class ContextParallel(Ranks):
     def positions(self, length: int, documents: Documents | None = None) -> Tensor:
         """Positions of this rank's tokens, int64 [length / n], in local order.
 
-        If `documents` have a placement, these are places in the whole batch, and `length` is that of the batch.
+        If `documents` have a placement, they count through the whole batch, and `length` is that of the batch.
         """
         if placement := placement_of(documents):
             return placement.of_rank(self.plans.placed_chunks[self.rank], self.n)

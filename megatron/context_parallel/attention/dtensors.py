@@ -8,7 +8,7 @@ from torch.distributed import get_process_group_ranks as ranks_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.plan.ir import PLACEMENTS
+from megatron.context_parallel.plan.ir import CONTEXT_FIRST, HEAD_FIRST
 from megatron.context_parallel.tokens.documents import Documents, placement_of
 
 from .context import AllRanks, ContextParallel
@@ -64,6 +64,6 @@ def check_tokens(cp: ContextParallel | AllRanks, documents: Documents | None) ->
         raise UsageError(f"--cp-layout {cp.layout}: DTensors have contiguous shards; give contiguous, {local}")
     if not cp.in_rank_order:
         raise UsageError(
-            f"--cp-placement {PLACEMENTS[1]}: DTensors have their shards in the order of the ranks; give "
-            f"{PLACEMENTS[0]}, {local}"
+            f"--cp-placement {CONTEXT_FIRST}: DTensors have their shards in the order of the ranks; give "
+            f"{HEAD_FIRST}, {local}"
         )

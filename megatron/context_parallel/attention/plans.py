@@ -92,7 +92,8 @@ class Plans:
         own = all(self.choice.of_pass(plan.backward).strategy.is_builtin for plan in plans)
         if own or self.step_ranks > ALL_RANKS_UP_TO:
             return None
-        return hashlib.sha256(repr([[*plan.steps] for plan in plans]).encode()).hexdigest()[:8]
+        of_plans = repr([[*plan.steps] for plan in plans])
+        return hashlib.sha256(of_plans.encode()).hexdigest()[:8]
 
     def full(self, heads: int, kv_heads: int) -> Plan:
         """The plan of a forward pass in which every chunk may see every chunk, for chunks with any rows."""

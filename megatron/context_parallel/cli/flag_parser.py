@@ -55,6 +55,7 @@ class FlagParser(Generic[Section]):
         former = {"--" + flag.formerly.replace("_", "-"): flag for flag in self.flags.values() if flag.formerly}
         self.by_option = former | {flag.option: flag for flag in self.flags.values()}
         self.foreign = foreign or {}
+        self._parsers = dict[str, argparse.ArgumentParser]()
 
     def parse(self, argv: list[str] | None = None) -> Section:
         """The checked flags of a command line (default: the program's). Raises UsageError for invalid ones."""
@@ -91,7 +92,7 @@ class FlagParser(Generic[Section]):
         wrong = list[UsageError]()
         while True:
             try:
-                given, rest = self.build().parse_known_args(words)
+                given, rest = self._parser().parse_known_args(words)
                 break
             except argparse.ArgumentError as error:
                 options = str(error.argument_name).split("/")  # all names of the flag: --cp-overlap/--no-cp-overlap
@@ -107,6 +108,13 @@ class FlagParser(Generic[Section]):
             # Without the intended flag, others would be rejected without reason.
             (wrong if misspelled else unknown).append(UsageError(text))
         return vars(given), wrong
+
+    def _parser(self) -> argparse.ArgumentParser:
+        """The parser of all flags, whose help names the program that runs. Making it takes longer than its use."""
+        program = sys.argv[0]
+        if program not in self._parsers:
+            self._parsers[program] = self.build()
+        return self._parsers[program]
 
     def build(self, listed: Collection[str] | None = None) -> argparse.ArgumentParser:
         """A parser of all flags, in groups by section. Its results are texts for `Flag.parse`.

@@ -21,7 +21,13 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import TENSOR_SHARE, Cluster, for_tensors, load_cluster
 from megatron.context_parallel.cluster.fields import what_if
 from megatron.context_parallel.cluster.search.plainness import SURE
-from megatron.context_parallel.cluster.step.train_config import ITEMSIZE, SHARDING, TrainConfig
+from megatron.context_parallel.cluster.step.train_config import (
+    FULL_RECOMPUTE_FLAGS,
+    ITEMSIZE,
+    SHARDING,
+    TrainConfig,
+    sharding_flags,
+)
 from megatron.context_parallel.integration.bridge_recipe import is_recipe
 from megatron.context_parallel.strategies import STRATEGIES, parse_spec
 from megatron.context_parallel.trainer.config.flags import PRESETS
@@ -188,20 +194,14 @@ def flags(run: TrainConfig, model: "ModelShape", placed: bool = False) -> str:
     if (over := model.expert_model_parallel_size) > 1:
         words.append(f"--expert-model-parallel-size {over} --moe-token-dispatcher-type {run.moe_token_dispatcher_type}")
     words += [f"--transformer-impl transformer_engine --fp8-format {run.fp8}"] if run.fp8 else []
-    sharding = run.data_parallel_sharding_strategy
-    if sharding == "optim":
-        words.append("--use-distributed-optimizer")
-        copies = run.num_distributed_optimizer_instances
-        words += [f"--num-distributed-optimizer-instances {copies}"] if copies > 1 else []
-    elif run.use_torch_fsdp2:
-        words.append("--use-torch-fsdp2")
-    elif sharding != "no_shard":
-        words.append(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}")
+    sharding, copies = run.data_parallel_sharding_strategy, run.num_distributed_optimizer_instances
+    words += [sharding_flags(sharding, run.use_torch_fsdp2)] if sharding != "no_shard" else []
+    words += [f"--num-distributed-optimizer-instances {copies}"] if sharding == "optim" and copies > 1 else []
     if sharding in SHARDING[:2]:  # Megatron-FSDP always overlaps what it shards, but for the optimizer
         words += ["--overlap-grad-reduce"] if run.overlap_grad_reduce else []
         words += ["--overlap-param-gather"] if run.overlap_param_gather else []
     if run.recompute_granularity == "full":
-        words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+        words.append(FULL_RECOMPUTE_FLAGS)
         words += [f"--recompute-whitelist {' '.join(run.recompute_whitelist)}"] if run.recompute_whitelist else []
         words += ["--offload-checkpoints"] if run.offload_checkpoints else []
         words += ["--offload-kept"] if run.offload_kept else []
@@ -366,12 +366,12 @@ def explanation(found: "FeasibleRun", model: "ModelShape") -> list[Table]:
     for name, seconds in forecast.parts.items():
         if seconds:
             time.add_row(name, f"{seconds:.4g}", f"{seconds / forecast.seconds:.1%}")
-    held = Table("memory", title=f"memory of a rank of the busiest stage: {forecast.memory.name}")
-    held.add_column("GiB", justify="right")
-    held.add_column("formula")
+    memory = Table("memory", title=f"memory of a rank of the busiest stage: {forecast.memory.name}")
+    memory.add_column("GiB", justify="right")
+    memory.add_column("formula")
     for part in forecast.memory.items:
-        held.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.formula)
-    return [time, held]
+        memory.add_row(part.what, f"{part.bytes / 2**30:.2f}", part.formula)
+    return [time, memory]
 
 
 def asked(found: "StepSearch", shown: "list[FeasibleRun]", which: str) -> "FeasibleRun":

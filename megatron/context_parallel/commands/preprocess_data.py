@@ -227,8 +227,8 @@ def _check_prefix(args: PreprocessFlags, prefix: str) -> str:
     kind = made_by.get("tokenizer_type", args.tokenizer_type)
     vocabulary = made_by["vocab_size"] if made_by else build_tokenizer(args).vocab_size
     if wrong := data.wrong_token(vocabulary):
-        place, token = wrong
-        where = f"at index {place}, in sequence {data.sequence_at(place)}"
+        index, token = wrong
+        where = f"at index {index}, in sequence {data.sequence_at(index)}"
         raise ValueError(f"token {token} {where}, is not one of the {vocabulary} of {kind}")
     return f"{len(data.lengths)} sequences, {len(data.tokens)} tokens, all of them among the {vocabulary} of {kind}"
 

@@ -61,15 +61,15 @@ class BatchLayout:
         self.scored = dict[int, list[int]]()
         rows_scored = list[int]()
         for (s, start), length in zip(self.starts.items(), lengths, strict=True):
-            if places := tables.positions(s, rank, start).tolist():
+            if own := tables.positions(s, rank, start).tolist():
                 given = new[s]
                 if s in scored:
-                    self.scored[s] = places
-                    rows_scored += range(len(tokens), len(tokens) + len(places))
-                tokens += [given[place - start] for place in places]
-                positions += places
+                    self.scored[s] = own
+                    rows_scored += range(len(tokens), len(tokens) + len(own))
+                tokens += [given[position - start] for position in own]
+                positions += own
                 slots += tables.slots(s, rank, start).tolist()
-                if places[-1] == length - 1:
+                if own[-1] == length - 1:
                     self.last[s] = len(tokens) - 1
         self.rows = len(tokens)
         rows = torch.tensor([tokens or [0], positions or [0]], device=device)

@@ -14,7 +14,7 @@ from .pages import KeyRows
 
 
 class LayerRows(NamedTuple):
-    """Views of all keys and values of a layer, as one run of rows and as pages.
+    """Views of all keys and values of a layer, as one range of rows and as pages.
 
     Attributes:
         keys, values: [1, kv_heads, rows, d].
@@ -26,10 +26,10 @@ class LayerRows(NamedTuple):
     page_keys: Tensor
     page_values: Tensor
 
-    def run(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, kv_heads, rows, d] of a run of rows."""
-        of_run = 2, rows.start, rows.stop - rows.start
-        return self.keys.narrow(*of_run), self.values.narrow(*of_run)
+    def rows(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, kv_heads, rows, d] of a range of rows."""
+        of_rows = 2, rows.start, rows.stop - rows.start
+        return self.keys.narrow(*of_rows), self.values.narrow(*of_rows)
 
     def pages(self, pages: slice) -> tuple[Tensor, Tensor]:
         """Keys and values [pages, kv_heads, page, d] of some pages."""
@@ -44,7 +44,7 @@ def attend_to(seen: KeyRows, q: Tensor, layer: LayerRows, kernel: Kernel, scores
         q: [kv_heads, group, d].
     """
     if len(seen.rows) == 1 and not seen.pages and isinstance(kernel, AtenFlash):  # the usual case, with few calls
-        return kernel.forward_parts(q, *layer.run(seen.rows[0]), scores)
+        return kernel.forward_parts(q, *layer.rows(seen.rows[0]), scores)
     outs, lses = map(torch.cat, zip(*_parts(seen, q, layer, kernel, scores), strict=True))
     return outs.mul_(lses.softmax(0).unsqueeze(-1)).sum(0, True), lses.logsumexp(0, True)
 
@@ -52,8 +52,8 @@ def attend_to(seen: KeyRows, q: Tensor, layer: LayerRows, kernel: Kernel, scores
 def _parts(
     seen: KeyRows, q: Tensor, layer: LayerRows, kernel: Kernel, scores: Scores
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Partial outputs [parts, kv_heads, group, dv] over each run of rows and over whole pages, and log-sum-exps."""
-    for keys, values in [*map(layer.run, seen.rows), *map(layer.pages, seen.pages)]:
+    """Partial outputs [parts, kv_heads, group, dv] over each range of rows and over whole pages, and log-sum-exps."""
+    for keys, values in [*map(layer.rows, seen.rows), *map(layer.pages, seen.pages)]:
         if isinstance(kernel, AtenFlash):
             yield kernel.forward_parts(q, keys, values, scores)
             continue

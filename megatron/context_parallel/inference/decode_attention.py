@@ -12,8 +12,8 @@ from megatron.context_parallel.runtime.comm.torch_works import Work, WorkBatch
 
 from .cache import KVCache
 from .decode_pages import DecodePages, can_attend_to_pages
+from .decode_ranges import DecodeRanges
 from .decode_rows import DecodeRows
-from .decode_runs import DecodeRuns
 from .heads import Heads
 
 CHANNEL = "decode"  # in the flight recorder
@@ -73,11 +73,11 @@ class DecodeAttention:
         elif n > 1:
             self.mine = torch.zeros_like(self.mine)
         self.weight = self.parts.new_zeros(size, heads.queries)  # of all keys beside a sink
-        self.keys: DecodePages | DecodeRuns
+        self.keys: DecodePages | DecodeRanges
         if can_attend_to_pages(cache, heads, cores, dtype, device):
             self.keys = DecodePages(cache, heads, cores, self.gathered, self.sent, self.parts)
         else:
-            self.keys = DecodeRuns(cache, heads, self.gathered, self.places, self.parts)
+            self.keys = DecodeRanges(cache, heads, self.gathered, self.places, self.parts)
 
     @property
     def can_be_captured(self) -> bool:

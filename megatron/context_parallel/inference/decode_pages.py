@@ -23,7 +23,7 @@ def can_attend_to_pages(
 
 
 class DecodePages:
-    """As `DecodeRuns`, with fixed tensors: the pages of each row, and which of their rows it sees.
+    """As `DecodeRanges`, with fixed tensors: the pages of each row, and which of their rows it sees.
 
     The host writes them once for each step. Each layer is one launch, and one that merges.
 

@@ -22,7 +22,7 @@ class DecodeStep:
     """Decode steps of a plain model (`decode_layer.plain`) with a certain number of rows. A prefill may be one too.
 
     A step runs operations of fixed shapes on fixed tensors. It reads nothing back to the host and allocates nothing,
-    except in the attention over the runs of keys.
+    except in the attention over the ranges of keys.
 
     Args:
         model: the model; layers: its layers.

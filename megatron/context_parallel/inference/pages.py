@@ -36,7 +36,7 @@ class KeyRows(NamedTuple):
     """Rows of a rank's cache, in pieces that need no copy.
 
     Attributes:
-        rows: runs of slots. A slot is the index of a row among all rows of the rank's pages.
+        rows: ranges of slots. A slot is the index of a row among all rows of the rank's pages.
         pages: whole pages at equal distances.
     """
 
@@ -133,21 +133,21 @@ class _PagePool:
         several sequences grow. If there are few free pages in a row, a new sequence takes the first of most of them,
         and another one the next free page.
         """
-        place = 0 if before is None else bisect_left(self.free, before)
-        if before is None or self.free[place : place + 1] != [before + 1]:
-            begin, length = self._longest_run()
+        index = 0 if before is None else bisect_left(self.free, before)
+        if before is None or self.free[index : index + 1] != [before + 1]:
+            begin, length = self._longest_free_range()
             if length >= SHORT and self.free[begin]:
-                place = begin + length // 2
+                index = begin + length // 2
             else:
-                place = begin if before is None else place % len(self.free)
-        page = self.free.pop(place)
+                index = begin if before is None else index % len(self.free)
+        page = self.free.pop(index)
         self.references[page] = 1
         self._takes += 1
         self._taken[page] = self._takes
         return page
 
-    def _longest_run(self) -> tuple[int, int]:
-        """The place in `free` of the first page of the longest run of free pages, and the length of the run.
+    def _longest_free_range(self) -> tuple[int, int]:
+        """The index in `free` of the first page of the longest range of free pages, and the length of the range.
 
         Of several it is the one behind the page that was taken longest ago: a sequence that still grows needs its own.
         Of single pages it is the first, so that the pages of a sequence lie at equal distances.
@@ -309,7 +309,7 @@ class PageTables:
         )
 
     def _place_rows(self, sequence: int, shares: list[int]) -> None:
-        place = self.length(sequence)
+        position = self.length(sequence)
         halves = [(rank, (share + 1) // 2) for rank, share in enumerate(shares)]
         halves += [(rank, share // 2) for rank, share in reversed([*enumerate(shares)])]
         for rank, rows in halves:
@@ -317,8 +317,8 @@ class PageTables:
             pool = self._pools[rank]
             done = len(part.positions)
             total = done + rows
-            part.positions.extend(range(place, place + rows))
-            place += rows
+            part.positions.extend(range(position, position + rows))
+            position += rows
             while done < total:
                 if done == len(part.pages) * self.page:
                     part.append(pool.take(part.pages[-1] if part.pages else None), self.page)
@@ -359,9 +359,9 @@ class PageTables:
             full, rest = divmod(count, self.page)
             own.positions, own.inherited = part.positions[:count], count
             own.freed = min(part.freed, full)
-            for place, page in enumerate(part.pages[:full]):
+            for index, page in enumerate(part.pages[:full]):
                 own.append(page, self.page)
-                pool.references[page] += place >= own.freed
+                pool.references[page] += index >= own.freed
             if rest:
                 own.append(pool.take(own.pages[-1] if own.pages else None), self.page)
                 pool.fill(own.pages[-1], rest)

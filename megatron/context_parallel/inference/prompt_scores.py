@@ -45,11 +45,11 @@ def score_prompt(
         logprobs = logits[rows].double().log_softmax(-1)
         next_tokens = torch.tensor([prompt[positions[row] + 1] for row in rows], device=logprobs.device)
         values, tokens = logprobs.topk(min(top, logprobs.shape[-1]))
-        places = [positions[row] - start for row in rows]
-        numbers[places, 0] = logprobs.gather(-1, next_tokens.unsqueeze(-1)).squeeze(-1).cpu()
-        numbers[places, 1:] = -1.0
-        numbers[places, 1 : 1 + tokens.shape[-1]] = tokens.double().cpu()
-        numbers[places, 1 + top : 1 + top + tokens.shape[-1]] = values.cpu()
+        into = [positions[row] - start for row in rows]  # rows of `numbers`
+        numbers[into, 0] = logprobs.gather(-1, next_tokens.unsqueeze(-1)).squeeze(-1).cpu()
+        numbers[into, 1:] = -1.0
+        numbers[into, 1 : 1 + tokens.shape[-1]] = tokens.double().cpu()
+        numbers[into, 1 + top : 1 + top + tokens.shape[-1]] = values.cpu()
     shared = session.share({sequence: numbers.flatten().tolist()}, numbers.numel(), of=[sequence])[sequence]
     found = []
     for i, (logprob, *pairs) in enumerate(torch.tensor(shared, dtype=torch.float64).view(-1, width).tolist()):

@@ -180,7 +180,7 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, 
     if not most:
         cumulated = scores.softmax(-1).cumsum(-1)
         total = cumulated[:, -1]
-        return _place(cumulated, uniform, total), total, torch.ones_like(total)
+        return _first_beyond(cumulated, uniform, total), total, torch.ones_like(total)
     values, order = _likeliest(scores, most)
     allowed = torch.arange(values.shape[-1], device=logits.device) < top_k.unsqueeze(-1)
     probabilities = values.masked_fill(~allowed, -math.inf).softmax(-1)
@@ -194,8 +194,8 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, 
     # Tokens like the last of the sorted ones may be missing, and those of a larger top-k from the sum.
     enough = (values.gather(-1, last).squeeze(-1) > values[:, -1]) & ((top_k <= most) | (top_k == columns))
     enough |= most >= columns
-    place = _place(cumulated, uniform, total)
-    return order.gather(-1, place.unsqueeze(-1)).squeeze(-1), total, enough.double()
+    index = _first_beyond(cumulated, uniform, total)
+    return order.gather(-1, index.unsqueeze(-1)).squeeze(-1), total, enough.double()
 
 
 def _likeliest(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -207,12 +207,12 @@ def _likeliest(scores: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return values, tokens.gather(-1, order)
 
 
-def _place(cumulated: Tensor, uniform: Tensor, total: Tensor) -> Tensor:
-    """For each row the first place at which `cumulated` exceeds uniform times total."""
+def _first_beyond(cumulated: Tensor, uniform: Tensor, total: Tensor) -> Tensor:
+    """For each row the first index at which `cumulated` exceeds uniform times total."""
     # Below the sum even after rounding, so that a token with probability 0 is never sampled.
     passed = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(cumulated, passed.unsqueeze(-1), right=True)
-    return place.clamp_max(cumulated.shape[-1] - 1).squeeze(-1)
+    index = torch.searchsorted(cumulated, passed.unsqueeze(-1), right=True)
+    return index.clamp_max(cumulated.shape[-1] - 1).squeeze(-1)
 
 
 def _tops(logprobs: Tensor, counts: Sequence[int]) -> list[Top]:

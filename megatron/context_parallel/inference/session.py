@@ -87,8 +87,7 @@ class Session:
         kv_cache_dtype: str = "auto",
         frozen: bool = False,
     ) -> None:
-        if cache_tokens < 1:
-            raise UsageError(f"--cache-tokens {cache_tokens}: give 1 or more, such as {16 * PAGE}")
+        _check_cache(cache_tokens, kv_cache_dtype)
         self.model = model
         self.cp = cp
         self.prefill = prefill
@@ -96,13 +95,10 @@ class Session:
         self._model = CachedModel(model)
         tensor = self._model.cores[0].pg_collection.tp.size()
         parameter = next(model.parameters())
-        self.device = parameter.device
+        self.device, dtype = parameter.device, parameter.dtype
         self.vocabulary: int = getattr(model, "vocabulary", model.vocab_size)
         attentions = [layer.self_attention for layer in model.decoder.layers]
         shapes = [(a.num_query_groups_per_partition, a.key_hidden_size, a.val_hidden_size) for a in attentions]
-        dtype = parameter.dtype
-        if kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise UsageError(f"--kv-cache-dtype {kv_cache_dtype}: give one of {', '.join(KV_CACHE_DTYPES)}")
         form = None if kv_cache_dtype == "auto" else kv_cache_dtype
         heads = model.config.num_attention_heads // tensor
         self.sizes = LayerShape(heads, *shapes[0], dtype.itemsize, form is not None)
@@ -124,9 +120,7 @@ class Session:
         self.window = max(windows) if min(windows) >= 0 else None
         self.tables = PageTables(cp.n, pages, page, self.window)
         self.cache = KVCache(pages, page, shapes, dtype, self.device, form)
-        grid = f"attention2d:grid=1x{cp.n}"
-        specs: dict[str, str | Choice] = {PASS_KV: "ring", PASS_Q: grid, PASS_Q_PAPER: RING_PASS_Q}
-        self._groups = {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}
+        self._groups = _groups_of_variants(cp)
         self.variant = DECODE
         self.scored: dict[int, tuple[list[int], Tensor]] = {}
         self._sequences: list[int] = []  # in the last pass
@@ -234,7 +228,8 @@ class Session:
         self.variant = variant
         batch = BatchLayout(self.tables, new, self.cp.rank, self.device, scored)
         attend = CacheAttention(batch, self.cache, self._groups[variant])
-        angles = self._model.angles(batch.positions, batch.longest)
+        with torch.inference_mode():  # their rotations are not compiled
+            angles = self._model.angles(batch.positions, batch.longest)
         if self._packed:
             step = self._new_step(attend, angles, batch.wanted)
             logits = step(batch.tokens, batch.positions, angles)
@@ -344,3 +339,18 @@ class Session:
             most = self.model.max_sequence_length
             if self.model.position_embedding_type == "learned_absolute" and length > most:
                 raise UsageError(f"sequence {sequence}: {length} tokens; --max-position-embeddings {most} is the most")
+
+
+def _check_cache(tokens: int, dtype: str) -> None:
+    """Raises UsageError for values of the cache that no session can have."""
+    if tokens < 1:
+        raise UsageError(f"--cache-tokens {tokens}: give 1 or more, such as {16 * PAGE}")
+    if dtype not in KV_CACHE_DTYPES:
+        raise UsageError(f"--kv-cache-dtype {dtype}: give one of {', '.join(KV_CACHE_DTYPES)}")
+
+
+def _groups_of_variants(cp: ContextParallel) -> dict[str, ContextParallel]:
+    """The context group with the strategy of each variant of a prefill."""
+    grid = f"attention2d:grid=1x{cp.n}"
+    specs: dict[str, str | Choice] = {PASS_KV: "ring", PASS_Q: grid, PASS_Q_PAPER: RING_PASS_Q}
+    return {variant: ContextParallel(spec, group=cp.group) for variant, spec in specs.items()}

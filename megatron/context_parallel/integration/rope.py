@@ -65,8 +65,8 @@ class LayoutRotaryEmbedding(torch.nn.Module):
         if self.documents is None:
             return self._rows(max_seq_len)
         assert self.documents.sample_length  # of placed documents
-        places = self.cp.positions(max_seq_len, self.documents) % self.documents.sample_length
-        return self.at(places, self.documents.sample_length)
+        positions = self.cp.positions(max_seq_len, self.documents) % self.documents.sample_length
+        return self.at(positions, self.documents.sample_length)
 
     def at(self, positions: Tensor, length: int) -> Tensor:
         """Angles [rows, 1, 1, d] of positions int64 [rows] below `length`."""

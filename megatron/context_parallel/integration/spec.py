@@ -27,7 +27,7 @@ from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.patches.megatron_experts import parts_of_mlp
 from megatron.context_parallel.patches.megatron_norms import recompute_without_fp8
-from megatron.context_parallel.plan.ir import PLACEMENTS
+from megatron.context_parallel.plan.ir import CONTEXT_FIRST
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.tokens.documents import Documents, placement_of
 
@@ -56,7 +56,7 @@ def unlike_megatron(cp: ContextParallel) -> str:
     if cp.layout != "zigzag" and cp.n > 1:
         return f"--cp-layout {cp.layout}: the model's RoPE uses zigzag"
     if not cp.in_rank_order:
-        return f"--cp-placement {PLACEMENTS[1]}: the model's RoPE has the chunks in the order of the ranks"
+        return f"--cp-placement {CONTEXT_FIRST}: the model's RoPE has the chunks in the order of the ranks"
     return ""
 
 

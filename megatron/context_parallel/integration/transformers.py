@@ -111,18 +111,18 @@ def shard_batch(
         raise UsageError(f"batch: {min(unknown)} is not supported; give only {', '.join(sorted(known))}")
     tokens, labels = batch["input_ids"], batch.get("labels")
     length = tokens.shape[1]
-    places = batch.get("position_ids")
+    positions = batch.get("position_ids")
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device)[None]
     if (mask := batch.get("attention_mask")) is not None and not mask.all():
-        places = _apart(mask.bool(), torch.arange(length, device=tokens.device) if places is None else places, labels)
-    if places is None:
-        places = torch.arange(length, device=tokens.device)[None]
-    whole = {"input_ids": tokens, "position_ids": places}
+        positions = _apart(mask.bool(), positions, labels)
+    whole = {"input_ids": tokens, "position_ids": positions}
     if labels is not None:
         whole["labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     cut: dict[str, Any] = {}
     documents = None
     if place:
-        whole["position_ids"] = places.expand_as(tokens)
+        whole["position_ids"] = positions.expand_as(tokens)
         documents = Documents((whole["position_ids"] == 0).cumsum(1))
         cut["documents"] = documents = documents.placed(place(documents, cp.n // cp.head_parallel_size))
     cut |= shard_tensors(whole, cp, documents)
@@ -135,13 +135,13 @@ def shard_batch(
     return cut
 
 
-def _apart(real: Tensor, places: Tensor, labels: Tensor | None) -> Tensor:
+def _apart(real: Tensor, positions: Tensor, labels: Tensor | None) -> Tensor:
     """Position ids [b, length] that make each padding token a separate document, which no other token sees."""
     if (real[:, 1:] & ~real[:, :-1]).any():
         raise UsageError("attention_mask: padding before a token; pad on the right (padding_side='right')")
     if labels is not None and (labels[~real] != IGNORED).any():
         raise UsageError(f"labels: padding tokens have labels; give them {IGNORED}")
-    return places.expand_as(real).masked_fill(~real, 0)
+    return positions.expand_as(real).masked_fill(~real, 0)
 
 
 def _take_documents(model: PreTrainedModel, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -241,14 +241,16 @@ class _Call:
         self._function: MaskFunction | None = function
         self.mask = Mask()
 
-    def find(self, cp: ContextParallel, places: Tensor) -> Mask:
+    def find(self, cp: ContextParallel, positions: Tensor) -> Mask:
         """The mask. All ranks call it together, with their position ids int64 [b, s]."""
         if self._function is not None:
             documents = _placed.get(cp)
             if documents is None:
-                documents = _documents_of(cp, places)
-            elif documents.placement and places.numel() * cp.n != documents.placement.length:
-                why = f"{places.numel()} on each of {cp.n} ranks for documents of {documents.placement.length} tokens"
+                documents = _documents_of(cp, positions)
+            elif documents.placement and positions.numel() * cp.n != documents.placement.length:
+                why = (
+                    f"{positions.numel()} on each of {cp.n} ranks for documents of {documents.placement.length} tokens"
+                )
                 raise UsageError(f"position_ids: {why}; {_USE_HELPER}")
             self.mask = replace(mask_of(self._function), documents=documents)
             self._function = None
@@ -320,10 +322,10 @@ def _attend(
     return out.transpose(0, 1), None
 
 
-def _documents_of(cp: ContextParallel, places: Tensor) -> Documents | None:
+def _documents_of(cp: ContextParallel, positions: Tensor) -> Documents | None:
     """The packed documents, from the position ids [b, s] of all ranks; None for whole sequences."""
-    parts = [torch.empty_like(places, memory_format=torch.contiguous_format) for _ in range(cp.n)]
-    dist.all_gather(parts, places.contiguous(), group=cp.group)
+    parts = [torch.empty_like(positions, memory_format=torch.contiguous_format) for _ in range(cp.n)]
+    dist.all_gather(parts, positions.contiguous(), group=cp.group)
     by_chunk = dict(zip(cp.chunks, parts, strict=True))
     whole = unshard([by_chunk[chunk] for chunk in range(cp.n)], cp.layout, dim=1)
     before, after = whole[:, :-1], whole[:, 1:]

@@ -82,7 +82,7 @@ class _Keys(_Unknown):
         other = _Keys.of(other)
         some = [keys for keys in (self, other) if keys.first <= keys.last]
         if len(some) == 2 and max(self.first, other.first) > min(self.last, other.last) + 1:
-            raise TypeError("two runs of keys")
+            raise TypeError("two ranges of keys")
         return _Keys(min(self.first, other.first), max(self.last, other.last))
 
     def to(self, *_: object, **__: object) -> "_Keys":

@@ -12,7 +12,7 @@ from megatron.context_parallel.patches.torch_cpu_attention import cpu_attention,
 
 from .delta import output_with
 from .interface import BlockGrad, Scores
-from .masks import CAUSAL, FULL, Piece, PieceMask, Runs, cut, tiles
+from .masks import CAUSAL, FULL, KeyRanges, Piece, PieceMask, cut, tiles
 from .merge import merge
 
 LEAF = 128  # rows of the smallest causal squares, unless the block has at most 16
@@ -46,7 +46,7 @@ class AtenFlash:
 
     name = "aten"
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         return cut(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -59,8 +59,8 @@ class AtenFlash:
             out, lse = cpu_attention(q.transpose(0, 1), k, v, 0.0, False, scale=scale)
             return out.transpose(0, 1)[..., :value_dim], lse.transpose(0, 1)
         q, k, v = _heads_first(q), _shared(k, group), _shared(v, group)
-        if isinstance(mask, Runs):
-            out, lse = _forward_runs(q, k, v, mask, scale)
+        if isinstance(mask, KeyRanges):
+            out, lse = _forward_key_ranges(q, k, v, mask, scale)
         elif mask == CAUSAL:
             out, lse = _forward_causal(q, k, v, scale)
         else:
@@ -92,8 +92,8 @@ class AtenFlash:
         dout, q, k, v = _same_width(*_widen(dout, q, k, v))
         out = _heads_first(output_with(delta, dout))
         inputs = (_heads_first(dout), _heads_first(q), _shared(k, group), _shared(v, group), out, lse.permute(1, 2, 0))
-        if isinstance(mask, Runs):
-            grads = _backward_runs(*inputs, mask, scale)
+        if isinstance(mask, KeyRanges):
+            grads = _backward_key_ranges(*inputs, mask, scale)
         elif mask == CAUSAL:
             grads = _backward_causal(*inputs, scale)
         else:
@@ -198,7 +198,7 @@ def _used(rows: Tensor, *tensors: Tensor) -> list[Tensor]:
     return [*tensors] if rows.all() else [x.masked_fill(~rows.unsqueeze(1), 0.0) for x in tensors]
 
 
-def _forward_runs(q: Tensor, k: Tensor, v: Tensor, mask: Runs, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_key_ranges(q: Tensor, k: Tensor, v: Tensor, mask: KeyRanges, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"))
     for heads, rows, keys, seen in tiles(mask, len(q), TILE):
         inputs = q[heads, :, rows], *_used(seen.any(0), k[heads, :, keys], v[heads, :, keys]), 0.0, False
@@ -208,8 +208,8 @@ def _forward_runs(q: Tensor, k: Tensor, v: Tensor, mask: Runs, scale: float) -> 
     return out, lse
 
 
-def _backward_runs(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Runs, scale: float
+def _backward_key_ranges(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: KeyRanges, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape)
     lse = lse.masked_fill(lse.isneginf(), 0.0)  # rows that see nothing at all

@@ -17,7 +17,7 @@ from .aten import AtenFlash
 from .interface import BlockGrad, Kernel, Scores
 from .libraries import LIBRARIES, Capability, Library
 from .libraries.base import length
-from .masks import Piece, PieceMask, Runs, cut
+from .masks import KeyRanges, Piece, PieceMask, cut
 from .names import BACKENDS
 from .position import FEW_ROWS, PARTS, PositionKernel
 from .softcap import SoftcapCpu
@@ -47,7 +47,7 @@ class LibraryAndPosition:
         self.plain, self.position = library, position
         self.name = f"{library.name}+{position.name}"
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         found = cut(block, most=MOST_PIECES + 1)
         rows = block.first.shape[1]
         if len(found) <= MOST_PIECES and all(_worth_a_launch(p) and self.plain.takes(p, rows, keys) for p in found):
@@ -56,7 +56,7 @@ class LibraryAndPosition:
 
     def _for(self, mask: PieceMask, q: Tensor, k: Tensor) -> Kernel:
         """Decoding and measurements compute blocks that `pieces` did not cut."""
-        if isinstance(mask, Runs):
+        if isinstance(mask, KeyRanges):
             return self.position
         rows, keys = len(q), len(k)
         whole = Piece(slice(0, rows), slice(0, keys), mask)
@@ -127,7 +127,7 @@ def _kernel(device: torch.device, need: Need, backend: str) -> Kernel:
 
 
 def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str]:
-    """A kernel that passes `_check`, and its description."""
+    """A kernel for what `check_backend` has passed, and its description."""
     if backend == "triton":
         return _position(device, need), "the position kernel for all blocks"
     if device.type == "cpu" and need.softcap:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.context_parallel.errors import UsageError
 
-from .masks import Piece, PieceMask, Runs
+from .masks import KeyRanges, Piece, PieceMask
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Kernel(Protocol):
     or wider; B is batch × key/value heads, G the query heads that share one. Strided views are accepted.
     """
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         """The pieces of a masked block of `keys` key rows for this kernel. Not called for a fully masked block."""
         ...
 

@@ -1,4 +1,4 @@
-"""Masked blocks: the run of keys that each query sees, and the pieces that ordinary flash kernels can compute.
+"""Masked blocks: the range of keys that each query sees, and the pieces that ordinary flash kernels can compute.
 
 Rows of a block are in ascending order of position, so query row i sees key rows first[i] .. end[i] - 1, and neither
 bound ever decreases. If `end` grows by the same m at each row, the block is a shifted diagonal (m = 1) or a staircase
@@ -18,23 +18,23 @@ FULL, CAUSAL = "full", "causal"
 SHORT = 32  # rows: shorter pieces are not worth a separate kernel call
 
 
-class Runs(NamedTuple):
-    """The run of key rows that each query row sees: int32 [samples, s] each; samples is 1 if all samples are equal."""
+class KeyRanges(NamedTuple):
+    """The range of key rows that each query row sees: int32 [samples, s] each; 1 sample if all are equal."""
 
     first: Tensor
     end: Tensor
 
-    def of(self, rows: slice, keys: slice) -> "Runs":
-        """The runs of some query rows, relative to `keys`."""
+    def of(self, rows: slice, keys: slice) -> "KeyRanges":
+        """The ranges of some query rows, relative to `keys`."""
         bounds = (x[:, rows].clamp(keys.start, keys.stop) - keys.start for x in self)
-        return Runs(*bounds)
+        return KeyRanges(*bounds)
 
-    def by_sample(self) -> Iterator["Runs"]:
-        """The runs of each sample alone."""
-        return map(Runs, self.first.split(1), self.end.split(1))
+    def by_sample(self) -> Iterator["KeyRanges"]:
+        """The ranges of each sample alone."""
+        return map(KeyRanges, self.first.split(1), self.end.split(1))
 
 
-PieceMask = str | Runs  # FULL, CAUSAL (square: row i sees key rows 0..i), or runs
+PieceMask = str | KeyRanges  # FULL, CAUSAL (square: row i sees key rows 0..i), or ranges
 
 
 class Piece(NamedTuple):
@@ -47,16 +47,16 @@ class Piece(NamedTuple):
 
 
 def of_each_sample(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same pieces, but those with runs of several samples are cut into one for each sample."""
+    """The same pieces, but those with ranges of several samples are cut into one for each sample."""
     for piece in pieces:
-        if not isinstance(piece.mask, Runs) or len(piece.mask.first) == 1:
+        if not isinstance(piece.mask, KeyRanges) or len(piece.mask.first) == 1:
             yield piece
             continue
-        for sample, runs in enumerate(piece.mask.by_sample()):
-            yield piece._replace(mask=runs, sample=sample)
+        for sample, ranges in enumerate(piece.mask.by_sample()):
+            yield piece._replace(mask=ranges, sample=sample)
 
 
-def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
+def tiles(block: KeyRanges, batch: int, step: int) -> Iterator[tuple[slice, slice, slice, Tensor]]:
     """Tiles of at most `step` query rows that see any key, for kernels on a CPU.
 
     Each is (heads, rows, keys, seen): `seen` is bool [rows, keys], and the heads are those of one of `batch` samples.
@@ -73,8 +73,8 @@ def tiles(block: Runs, batch: int, step: int) -> Iterator[tuple[slice, slice, sl
                 yield heads, rows, keys, (at >= first) & (at < end)
 
 
-def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]:
-    """FULL and CAUSAL pieces, and pieces with runs for irregular parts (windows, fewer than `short` regular rows).
+def cut(block: KeyRanges, short: int = SHORT, most: int | None = None) -> list[Piece]:
+    """FULL and CAUSAL pieces, and pieces with ranges for irregular parts (windows, fewer than `short` regular rows).
 
     Keys that no row of a piece sees are cut off. A block that sees nothing has no pieces. At most the first `most`
     pieces are returned.
@@ -84,14 +84,14 @@ def cut(block: Runs, short: int = SHORT, most: int | None = None) -> list[Piece]
         return [Piece(slice(0, 1), slice(first, end), FULL)] if end > first else []
     if len(block.first) == 1:
         return list(islice(_cut_sample(block, None, short), most))
-    of_samples = (_cut_sample(runs, sample, short) for sample, runs in enumerate(block.by_sample()))
+    of_samples = (_cut_sample(ranges, sample, short) for sample, ranges in enumerate(block.by_sample()))
     return list(islice(chain.from_iterable(of_samples), most))
 
 
-def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
+def _cut_sample(block: KeyRanges, sample: int | None, short: int) -> Iterator[Piece]:
     first, end = (bound[0].numpy() for bound in block)
     short = min(short, len(first))
-    irregular: slice | None = None  # rows collected until a regular piece follows: one piece with runs covers them all
+    irregular: slice | None = None  # rows until the next regular piece: one piece with ranges covers them
     for rows, first_step, end_step in _segments(first, end):
         low, high = int(first[rows.start]), int(end[rows.start])
         if low == high and not first_step and not end_step:
@@ -100,12 +100,12 @@ def _cut_sample(block: Runs, sample: int | None, short: int) -> Iterator[Piece]:
             irregular = slice(irregular.start if irregular else rows.start, rows.stop)
             continue
         if irregular:
-            yield _with_runs(block, irregular, sample)
+            yield _with_key_ranges(block, irregular, sample)
             irregular = None
         for piece in _staircase(rows, low, high, end_step):
             yield piece._replace(sample=sample)
     if irregular:
-        yield _with_runs(block, irregular, sample)
+        yield _with_key_ranges(block, irregular, sample)
 
 
 def _segments(first: numpy.ndarray, end: numpy.ndarray) -> Iterator[tuple[slice, int, int]]:
@@ -143,6 +143,6 @@ def _staircase(rows: slice, first: int, end: int, step: int) -> Iterator[Piece]:
             yield Piece(slice(rows.start + late, rows.stop), slice(key, last + 1, step), CAUSAL)
 
 
-def _with_runs(block: Runs, rows: slice, sample: int | None) -> Piece:
+def _with_key_ranges(block: KeyRanges, rows: slice, sample: int | None) -> Piece:
     keys = slice(int(block.first[0, rows].min()), int(block.end[0, rows].max()))
     return Piece(rows, keys, block.of(rows, keys), sample)

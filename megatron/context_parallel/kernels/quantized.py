@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 
 from .interface import BlockGrad, Kernel, Scores
-from .masks import Piece, PieceMask, Runs
+from .masks import KeyRanges, Piece, PieceMask
 from .names import SCALE_BYTES
 
 
@@ -76,7 +76,7 @@ class QuantizedKernel:
         one = q.new_empty(1)
         return one.expand(*k.shape[:-1], self.key_dim), one.expand(*v.shape[:-1], self.value_dim)
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         return self.kernel.pieces(block, keys)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .interface import BlockGrad, Scores
-from .masks import CAUSAL, FULL, Piece, PieceMask, Runs, cut
+from .masks import CAUSAL, FULL, KeyRanges, Piece, PieceMask, cut
 
 
 def attention(
@@ -50,7 +50,7 @@ def _capped(scores: Tensor, softcap: float) -> tuple[Tensor, Tensor | float]:
 class Reference:
     """`kernels.Kernel` by definition, always in float64."""
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         return cut(block)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ class Reference:
         if mask == CAUSAL:
             seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         else:
-            assert isinstance(mask, Runs)
+            assert isinstance(mask, KeyRanges)
             keys = torch.arange(len(k), device=q.device)
             seen = (keys >= mask.first.unsqueeze(2)) & (keys < mask.end.unsqueeze(2))
             seen = seen.repeat_interleave(len(scores) // len(seen), 0).unsqueeze(1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.context_parallel.errors import UsageError
 
 from .interface import BlockGrad, Scores
-from .masks import CAUSAL, Piece, PieceMask, Runs, tiles
+from .masks import CAUSAL, KeyRanges, Piece, PieceMask, tiles
 
 ROWS = 256  # maximum query rows of a tile
 SCORES = 2**20  # maximum scores of all heads in a tile of several rows: limits memory, and fits the cache
@@ -42,7 +42,7 @@ class SoftcapCpu:
 
     name = "softcap"
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         """The whole block in one piece: its tiles exclude keys that none of their queries sees."""
         return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
 
@@ -78,7 +78,7 @@ def _tiles(q: Tensor, k: Tensor, mask: PieceMask, scores: Scores) -> Iterator[_T
     """The tiles of a block that see any key."""
     if not scores.softcap:
         raise UsageError("softcap 0: this kernel needs capped scores; give a softcap such as 50.0, or use AtenFlash")
-    bounds = _runs(mask, len(q), len(k))
+    bounds = _key_ranges(mask, len(q), len(k))
     batch, group = q.shape[1:3]
     scores_of_a_row = batch // len(bounds.first) * group * len(k)
     step = min(max(SCORES // scores_of_a_row, 1), ROWS)
@@ -92,11 +92,11 @@ def _used(x: Tensor, rows: Tensor) -> Tensor:
     return x if rows.all() else x.masked_fill(~rows.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
-def _runs(mask: PieceMask, rows: int, keys: int) -> Runs:
-    if isinstance(mask, Runs):
+def _key_ranges(mask: PieceMask, rows: int, keys: int) -> KeyRanges:
+    if isinstance(mask, KeyRanges):
         return mask
     end = torch.arange(1, rows + 1) if mask == CAUSAL else torch.full((rows,), keys)
-    return Runs(torch.zeros(1, rows, dtype=torch.int32), end.int().unsqueeze(0))
+    return KeyRanges(torch.zeros(1, rows, dtype=torch.int32), end.int().unsqueeze(0))
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -247,32 +247,39 @@ class Flows:
 
     def _concerned(self) -> Iterator[list[_Running]]:
         """The tasks that use changed resources, directly or indirectly, in groups that share resources."""
-        all_users = self._users
         found: set[int] = set()
         for first in self._changed:
-            users = all_users[first]
+            users = self._users[first]
             if not users or first in found:
                 continue
-            if len(users) == 1:
-                running = next(iter(users))
-                if max([len(all_users[use]) for use in running.uses]) == 1:  # it shares nothing
-                    found.update(running.uses)
-                    yield [running]
-                    continue
-            found.add(first)
-            together = dict[_Running, None]()
-            resources = [first]
-            for resource in resources:
-                if self._alone and len(together) > MANY:
-                    yield list(together)  # all others are shared with them
-                    return
-                for running in all_users[resource]:
-                    if running not in together:
-                        together[running] = None
-                        new = [use for use in running.uses if use not in found]
-                        found.update(new)
-                        resources += new
-            yield list(together)
+            running = next(iter(users))
+            if max([len(self._users[use]) for use in running.uses]) == 1:  # it shares nothing
+                found.update(running.uses)
+                yield [running]
+                continue
+            together, is_all = self._sharing_with(first, found)
+            yield together
+            if not is_all:
+                return  # `_share` sets the rates of all tasks
+
+    def _sharing_with(self, first: int, found: set[int]) -> tuple[list[_Running], bool]:
+        """The tasks that use resource `first`, or share others with these, directly or indirectly; whether that is all.
+
+        The search stops where they are too many to compute their rates one by one. `found` gets their resources.
+        """
+        found.add(first)
+        together = dict[_Running, None]()
+        resources = [first]
+        for resource in resources:  # grows meanwhile
+            if self._alone and len(together) > MANY:
+                return list(together), False
+            for running in self._users[resource]:
+                if running not in together:
+                    together[running] = None
+                    new = [use for use in running.uses if use not in found]
+                    found.update(new)
+                    resources += new
+        return list(together), True
 
     def _rates(self, tasks: list[_Running]) -> list[float]:
         """The fair rate of each task. Where it depends on nothing but the resources, it is computed once."""

@@ -41,7 +41,7 @@ class T(StrEnum):
     DKV = "DKV"
 
 
-PLACEMENTS = ("head-first", "context-first")  # whether ranks that share tokens or ranks that share heads are neighbours
+HEAD_FIRST, CONTEXT_FIRST = RANK_PLACEMENTS = "head-first", "context-first"  # of ranks
 OF_KEYS = (T.KV, T.DKV)
 PARTIAL = frozenset({T.O, T.DQ, T.DKV})  # accumulated by Attend, merged when received, moved (not copied) when sent
 SWAPS = "heads"  # the channel of head swaps
@@ -260,7 +260,8 @@ class Plan:
 
     With `head_parallel_size` > 1 the `all_ranks` are so many groups of n ranks. Each group runs the steps for its part
     of the heads. Before and after the steps, the ranks with the same rank in their groups swap heads. Chunk i is then a
-    union of `head_parallel_size` smaller chunks, and each of these ranks owns one of them.
+    union of `head_parallel_size` smaller chunks, and each of these ranks owns one of them. By the `placement` these
+    ranks are neighbours (`HEAD_FIRST`), or those that run the steps together are (`CONTEXT_FIRST`).
 
     With `head_rounds` > 1 a rank runs the steps that often, each time for a part of its heads. The swap before a round
     travels during the round before it, and the swap after a round during the next one.
@@ -284,7 +285,7 @@ class Plan:
     steps: Sequence[tuple[Step, ...]] = field(repr=False)  # steps[rank]
     channels: tuple[str, ...] = ("ring",)  # of messages and reduce-scatters
     head_parallel_size: int = 1
-    placement: str = PLACEMENTS[0]
+    placement: str = HEAD_FIRST
     head_rounds: int = 1
     partials_in_16_bits: bool = False
     period: int | None = None
@@ -304,14 +305,15 @@ class Plan:
     @cached_property
     def grid(self) -> RankGrid:
         """All ranks as a grid: their part of the heads (`heads`), and their rank in the steps (`context`)."""
-        if self.placement == "head-first":
+        if self.placement == HEAD_FIRST:
             return RankGrid(("heads", "context"), (self.head_parallel_size, self.n))
         return RankGrid(("context", "heads"), (self.n, self.head_parallel_size))
 
     def chunk_of(self, rank: int) -> int:
         """The chunk of a rank (of all ranks). The placement moves data, so that a swap stays in its head group."""
-        place = self.grid.coordinates(rank)
-        return parts(self.layout, place["context"], self.n, self.head_parallel_size)[place["heads"]]
+        coordinates = self.grid.coordinates(rank)
+        small_chunks = parts(self.layout, coordinates["context"], self.n, self.head_parallel_size)
+        return small_chunks[coordinates["heads"]]
 
     @property
     def head_parts(self) -> int:
@@ -384,11 +386,11 @@ class Plan:
 
     def communicators(self, rank: int) -> list[tuple[str, tuple[int, ...]]]:
         """The communicators of `rank` (of all ranks), each as (channel, ranks), sorted."""
-        place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
+        context_rank, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         everyone = tuple(range(self.all_ranks))
         needed = {(channel, everyone) for channel in self.channels}
         needed.update((op.channel, everyone) for op in self.swaps_before)
-        for step in self.steps[place]:
+        for step in self.steps[context_rank]:
             for op in step.comm:
                 if isinstance(op, Collective):
                     needed.add((op.channel, tuple(in_steps[r] for r in op.group)))
@@ -399,11 +401,11 @@ class Plan:
 
         These are sends, receives, and reduce-scatters that no library can sum.
         """
-        place, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
+        context_rank, in_steps = self.grid.coordinates(rank)["context"], self.grid.along(rank, "context")
         found = set[tuple[str, int, int]]()
-        for op in (op for step in self.steps[place] for op in step.comm):
+        for op in (op for step in self.steps[context_rank] for op in step.comm):
             if isinstance(op, Message) or (isinstance(op, ReduceScatter) and not self.can_reduce(op)):
-                found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(place))
+                found.update((op.channel, in_steps[t.sender], in_steps[t.receiver]) for t in op.transfers(context_rank))
         return found
 
     def can_reduce(self, op: ReduceScatter) -> bool:

@@ -7,6 +7,7 @@ rank finds the same ones.
 """
 
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.slices import RowSet, Slices, joined, members, size_of
 
-from .ir import OF_KEYS, PARTIAL, Key, Message, Plan, Recv, T, Transfer
+from .ir import OF_KEYS, PARTIAL, Comm, Key, Message, Plan, Recv, T, Transfer
 
 _NO_ROWS = np.empty((0, 2), np.int64)
 
@@ -76,6 +77,12 @@ class _Uses:
     peers: dict[Key, list[int]] = field(default_factory=dict)
     whole: set[Key] = field(default_factory=set)
 
+    def add(self, op: Comm) -> None:
+        if not isinstance(op, Message):
+            self.whole.update([(op.tensor, chunk) for chunk in op.chunks])
+        elif isinstance(op, Recv) == (op.tensor in PARTIAL):
+            self.peers.setdefault((op.tensor, op.chunk), []).append(op.peer)
+
 
 class RowSets:
     """The row sets of a plan's chunks under a mask.
@@ -85,7 +92,7 @@ class RowSets:
         met: the rows that its blocks compute with.
 
     Attributes:
-        of_ranks: a place where the runtime keeps what it makes of the sets for its ranks.
+        of_ranks: what the runtime makes of the sets for its ranks, kept here for all layers.
     """
 
     def __init__(self, plan: Plan, met: MetRows) -> None:
@@ -103,23 +110,38 @@ class RowSets:
         return of_chunk[rank]
 
     def _follow(self, rank: int, tensor: T, chunk: int, found: dict[int, RowSet]) -> None:
-        """Finds the rows of a rank, after those of the ranks behind it, or before it, on the way of the chunk."""
-        key = tensor, chunk
-        path, waiting = [rank], set[int]()  # not by recursion: a ring has more ranks than Python nests calls
+        """Finds the rows of a rank, after those of the ranks whose rows they include."""
+        all_rows = self.met.all(tensor, chunk)
+        for at in self._included_first(rank, (tensor, chunk), found):
+            if self._has_all(at, (tensor, chunk)):
+                found[at] = all_rows
+                continue
+            rows = [self.in_blocks(at, tensor, chunk)]
+            for peer in self._of_rank(at).peers.get((tensor, chunk), []):
+                rows.append(found.get(peer, all_rows))  # not found yet: the chunk goes round and comes back
+            found[at] = _union(rows)
+
+    def _included_first(self, rank: int, key: Key, found: Container[int]) -> list[int]:
+        """A rank, and those on the way of the chunk whose rows it includes and that are not found yet: they come first.
+
+        Not by recursion: a ring has more ranks than Python nests calls.
+        """
+        order, entered = list[int](), set[int]()
+        path = [(rank, False)]  # with whether those that it includes were entered
         while path:
-            at = path.pop()
-            if at in found and at not in waiting:
-                continue
-            uses = self._of_rank(at)
-            peers = uses.peers.get(key, [])
-            if at in waiting:
-                waiting.remove(at)
-                found[at] = _union([self.in_blocks(at, tensor, chunk), *[found[peer] for peer in peers]])
-                continue
-            found[at] = self.met.all(tensor, chunk)  # also if a chunk goes round and comes back
-            if at != chunk and key not in uses.whole:
-                waiting.add(at)
-                path += [at, *[peer for peer in peers if peer not in found]]
+            at, is_last = path.pop()
+            if is_last:
+                order.append(at)
+            elif at not in entered and at not in found:
+                entered.add(at)
+                path.append((at, True))
+                if not self._has_all(at, key):
+                    path += [(peer, False) for peer in self._of_rank(at).peers.get(key, [])]
+        return order
+
+    def _has_all(self, rank: int, key: Key) -> bool:
+        """Whether a rank has all rows of a chunk: of its own, and of those of collectives."""
+        return rank == key[1] or key in self._of_rank(rank).whole
 
     def in_blocks(self, rank: int, tensor: T, chunk: int) -> RowSet:
         """The rows of a chunk that the blocks of `rank` compute with; all rows of its own chunk."""
@@ -158,7 +180,7 @@ class RowSets:
         keys = {chunk: self.in_blocks(rank, T.KV, chunk) for tensor, chunk in computed if tensor is T.KV}
         return self.met.q.narrowed(queries), self.met.kv.narrowed(keys)
 
-    def places(self, inner: RowSet, outer: RowSet) -> np.ndarray | None:
+    def indices(self, inner: RowSet, outer: RowSet) -> np.ndarray | None:
         """The indices of the rows of `inner` among those of `outer`, int64; None if they are the same."""
         if np.array_equal(inner, outer):
             return None
@@ -170,11 +192,7 @@ class RowSets:
             query = self.plan.inputs[0]
             for step in self.plan.steps[rank]:
                 for op in step.comm:
-                    if isinstance(op, Message):
-                        if isinstance(op, Recv) == (op.tensor in PARTIAL):
-                            uses.peers.setdefault((op.tensor, op.chunk), []).append(op.peer)
-                    else:
-                        uses.whole.update([(op.tensor, chunk) for chunk in op.chunks])
+                    uses.add(op)
                 for block in step.attend:
                     for q, kv in block.pairs(self.plan.visible_pairs):
                         uses.others.setdefault((query, q), []).append(kv)

@@ -176,20 +176,20 @@ class Clock:
                 self._run_matched(group)
 
     def _resume(self, rank: Rank) -> None:
-        group, place = rank
+        group, context_rank = rank
         program = self.programs[rank]
         event = next(program, None)
         while isinstance(event, INSTANT):
             if isinstance(event, SwapStart):
-                self._swap(place, event)
-            elif task := self.costs.overhead(group, place, event):
+                self._swap(context_rank, event)
+            elif task := self.costs.overhead(group, context_rank, event):
                 self.flows.add(self.resume[rank], task)
                 break
             event = next(program, None)
         if self.machines[group].started:
             self._run_matched(group)
         if isinstance(event, Block):
-            task = self.costs.block(group, place, event.attend, event.round_index)
+            task = self.costs.block(group, context_rank, event.attend, event.round_index)
             self.flows.add(partial(self._computed, rank, event, self.flows.now), task)
         elif isinstance(event, Wait):
             if event.batch.done:
@@ -197,7 +197,7 @@ class Clock:
             else:
                 self.waiting[rank] = event
         elif isinstance(event, SwapWait):
-            if (place, event.swap) in self.swapped:
+            if (context_rank, event.swap) in self.swapped:
                 self.ready.append(rank)
             else:
                 self.waiting_for_swap[rank] = event.swap
@@ -268,22 +268,22 @@ class Clock:
                 self.ready.append(rank)
         completed.clear()
 
-    def _swap(self, place: int, event: SwapStart) -> None:
+    def _swap(self, context_rank: int, event: SwapStart) -> None:
         """The messages of a head swap start when the last of its ranks has started it."""
         step, swap = event
         op = swap.op
-        self.swapping[place, swap] += 1
-        if self.swapping[place, swap] < len(self.machines):
+        self.swapping[context_rank, swap] += 1
+        if self.swapping[context_rank, swap] < len(self.machines):
             return
         groups = range(len(self.machines))
-        ranks = [self.plan.grid.rank(heads=g, context=place) for g in groups]
+        ranks = [self.plan.grid.rank(heads=g, context=context_rank) for g in groups]
         transfers = [t for r in ranks for t in self.plan.swap_transfers(op, r) if t.receiver == r]
         start = self.flows.now
 
         def swapped() -> None:
-            self.spans.append(Span(place, step, op.channel, (op,), start, self.flows.now))
-            self.swapped.add((place, swap))
-            for rank in [(g, place) for g in groups]:
+            self.spans.append(Span(context_rank, step, op.channel, (op,), start, self.flows.now))
+            self.swapped.add((context_rank, swap))
+            for rank in [(g, context_rank) for g in groups]:
                 if self.waiting_for_swap.get(rank) == swap:
                     del self.waiting_for_swap[rank]
                     self.ready.append(rank)

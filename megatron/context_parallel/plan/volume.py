@@ -73,11 +73,11 @@ def received_bytes(plan: Plan, rank: int, shape: Shape, rows: "RowCounts | RowSe
 
 def _incoming(plan: Plan, rank: int) -> Iterator[tuple[Transfer, bool]]:
     """The transfers that a rank receives in a round, and whether each is in a head swap."""
-    place = plan.grid.coordinates(rank)["context"]
+    context_rank = plan.grid.coordinates(rank)["context"]
     for swap in plan.swaps:
         yield from ((t, True) for t in plan.swap_transfers(swap, rank) if t.receiver == rank)
-    for op in (op for step in plan.steps[place] for op in step.comm):
-        yield from ((t, False) for t in op.transfers(place) if t.receiver == place)
+    for op in (op for step in plan.steps[context_rank] for op in step.comm):
+        yield from ((t, False) for t in op.transfers(context_rank) if t.receiver == context_rank)
 
 
 def chunk_bytes(plan: Plan, tensor: T, shape: Shape, swap: bool, sent: bool = True) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import Kernel
-from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, of_each_sample
+from megatron.context_parallel.kernels.masks import KeyRanges, Piece, PieceMask, of_each_sample
 from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.ir import T
 from megatron.context_parallel.tokens.documents import Documents, Sequences
@@ -49,7 +49,7 @@ class Blocks:
         self._head_pieces: dict[tuple, list[HeadPiece]] = {}
         self._narrowed: dict[tuple[bytes, ...], Blocks] = {}
         self._gather_order: dict[tuple, list[GatheredRows]] = {} if undivided is None else undivided._gather_order
-        self._runs: dict[tuple, Runs] = {}
+        self._key_ranges: dict[tuple, KeyRanges] = {}
         self._edges: dict[int, list[np.ndarray]] = {}
 
     def narrowed(self, q: Slices, kv: Slices) -> "Blocks":
@@ -84,35 +84,37 @@ class Blocks:
         if not isinstance(self.kv, Chunks):
             listed: list[GatheredRows] = []
             for chunk in chunks:
-                places = self.kv.before(chunks, self.kv.positions(chunk).numpy())
-                listed.append((chunk, slice(None), to_device(torch.from_numpy(places).long(), device)))
+                rows_of_chunk = self.kv.before(chunks, self.kv.positions(chunk).numpy())
+                listed.append((chunk, slice(None), to_device(torch.from_numpy(rows_of_chunk).long(), device)))
             return listed
         ends = []
         for p in chain.from_iterable(self.kv.progressions[chunk] for chunk in chunks):
             ends.append((p.start, p.start + (p.length > 1) * p.stride, p.last))
-        places = iter(self.kv.before(chunks, np.array(ends)).tolist())
+        rows_of_ends = iter(self.kv.before(chunks, np.array(ends)).tolist())
         rows: list[tuple[int, GatheredRows]] = []
         for chunk in chunks:
             start = 0
             for p in self.kv.progressions[chunk]:
-                first, second, last = next(places)
+                first, second, last = next(rows_of_ends)
                 own = slice(start, start + p.length)
                 rows.append((first, (chunk, own, slice(first, last + 1, max(1, second - first)))))
                 start += p.length
         return [row for _, row in sorted(rows, key=itemgetter(0))]
 
-    def runs(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
+    def key_ranges(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> KeyRanges:
         """The rows of the gathered key chunks that each query of a chunk sees."""
         key = q_chunk, kv_chunks
         if self.undivided is not None:
-            return self._divided(self.undivided.runs(*key), *key)
-        if key not in self._runs:
+            return self._divided(self.undivided.key_ranges(*key), *key)
+        if key not in self._key_ranges:
             seen = self.mask.seen(self.q.positions(q_chunk))
-            self._runs[key] = Runs(*(torch.from_numpy(self.kv.before(kv_chunks, bound.numpy())) for bound in seen))
-        return self._runs[key]
+            self._key_ranges[key] = KeyRanges(
+                *(torch.from_numpy(self.kv.before(kv_chunks, bound.numpy())) for bound in seen)
+            )
+        return self._key_ranges[key]
 
-    def _divided(self, undivided: Runs, q_chunk: int, kv_chunks: tuple[int, ...]) -> Runs:
-        """Runs that end where documents do. Rows and positions both ascend, so only the edges are searched."""
+    def _divided(self, undivided: KeyRanges, q_chunk: int, kv_chunks: tuple[int, ...]) -> KeyRanges:
+        """Ranges that end where documents do. Rows and positions both ascend, so only the edges are searched."""
         documents = self.mask.documents
         bounds = [bound[0].numpy() for bound in undivided]
         assert isinstance(documents, Documents)  # the only kind that divides blocks here
@@ -125,7 +127,7 @@ class Blocks:
             first, end = np.repeat(keys[:-1], count), bounds[1]
             if bounds[0][-1] > first[0]:  # both ascend
                 np.maximum(bounds[0], first, out=first)
-            if not (self.mask.causal and inside.all()):  # a causal run ends in its document
+            if not (self.mask.causal and inside.all()):  # a causal range ends in its document
                 end = np.minimum(end, np.repeat(keys[1:], count))
             for gap in np.flatnonzero(~inside & (count > 0)):
                 in_gap = slice(*rows[gap : gap + 2])
@@ -133,8 +135,8 @@ class Blocks:
                 first[in_gap] = end[in_gap] = self.kv.before(kv_chunks, positions)
             of_samples.append((first, end))
         if len(of_samples) == 1:
-            return Runs(*(torch.from_numpy(x).unsqueeze(0) for x in of_samples[0]))
-        return Runs(*(torch.from_numpy(np.stack(x)) for x in zip(*of_samples, strict=True)))
+            return KeyRanges(*(torch.from_numpy(x).unsqueeze(0) for x in of_samples[0]))
+        return KeyRanges(*(torch.from_numpy(np.stack(x)) for x in zip(*of_samples, strict=True)))
 
     def pieces(self, q_chunk: int, kv_chunks: tuple[int, ...]) -> list[Piece]:
         """The block of a query chunk against gathered key/value chunks, cut for the kernel."""
@@ -144,7 +146,7 @@ class Blocks:
                 self._pieces[key] = self._of_sequences(q_chunk, kv_chunks)
             else:
                 rows, keys = self.q.rows[q_chunk], self.key_rows(kv_chunks)
-                cut = self._kernel_pieces(self.runs(*key), keys) if rows and keys else []
+                cut = self._kernel_pieces(self.key_ranges(*key), keys) if rows and keys else []
                 self._pieces[key] = [p._replace(q=_all_or(p.q, rows), kv=_all_or(p.kv, keys)) for p in cut]
         return self._pieces[key]
 
@@ -187,15 +189,15 @@ class Blocks:
         """The pieces of a sequence's rows and keys, as rows and keys of the whole block."""
         count = keys.stop - keys.start
         if self.mask.causal or self.mask.window != (-1, -1):
-            cut = self._kernel_pieces(self.runs(*key).of(rows, keys), count)
+            cut = self._kernel_pieces(self.key_ranges(*key).of(rows, keys), count)
         elif rows.start < rows.stop and count:
             seen = (torch.full((1, rows.stop - rows.start), x, dtype=torch.int32) for x in (0, count))
-            cut = self.kernel.pieces(Runs(*seen), count)
+            cut = self.kernel.pieces(KeyRanges(*seen), count)
         else:
             cut = []
         return [Piece(_moved(p.q, rows.start), _moved(p.kv, keys.start), p.mask, p.sample) for p in cut]
 
-    def _kernel_pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def _kernel_pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         return self.kernel.pieces(block, keys) if np.greater(block.end.numpy(), block.first.numpy()).any() else []
 
 

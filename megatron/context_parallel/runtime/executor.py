@@ -152,17 +152,17 @@ class Executor:
 
     def _reduce_scatter(self, op: ReduceScatter) -> Program[None]:
         """Each rank gets the partials of its chunk from all other ranks, or their sum from the transport."""
-        place = op.group.index(self.rank)
-        own = op.tensor, op.chunks[place]
+        index = op.group.index(self.rank)
+        own = op.tensor, op.chunks[index]
         can_reduce = self._can_reduce(op)
         for chunk in op.chunks:
             key = op.tensor, chunk
             if key in self.arriving and (can_reduce or key != own):
                 yield from self._wait_for(key)
         if can_reduce:
-            yield from self._library_reduce_scatter(op, own, op.group[place - 1])
+            yield from self._library_reduce_scatter(op, own, op.group[index - 1])
         else:
-            yield from self._exchange_partials(op, own, place)
+            yield from self._exchange_partials(op, own, index)
 
     def _can_reduce(self, op: ReduceScatter) -> bool:
         """Whether the transport can sum gradients, and all of their chunks have the same number of rows."""
@@ -182,17 +182,17 @@ class Executor:
         self.launched[op.channel].append(work)
         self.arriving[own].append((work, peer, mine))
 
-    def _exchange_partials(self, op: ReduceScatter, own: Key, place: int) -> Program[None]:
+    def _exchange_partials(self, op: ReduceScatter, own: Key, index: int) -> Program[None]:
         """A reduce-scatter with messages and local sums: gloo's own reduce-scatter sends twice the bytes."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         values: list[tuple[int, Value]] = []
         size = len(op.group)
         for k in range(1, size):
-            after = (place + k) % size
-            before = op.group[(place - k) % size]
+            after = (index + k) % size
+            before = op.group[(index - k) % size]
             sends += zip(repeat(op.group[after]), self._partial_to_send((op.tensor, op.chunks[after])))
-            value = self._buffer(op.tensor, self.rows.held(*own))
+            value = self._buffer(op.tensor, self.rows.count(*own))
             values.append((before, value))
             receives += zip(repeat(before), value)
         yield from self._wait_for_oldest(op.channel)
@@ -285,7 +285,7 @@ class Executor:
         return empty(tensor, rows, self.sizes, self.q, self.plan.partials_in_16_bits)
 
     def _empty(self, tensor: T, chunk: int) -> Value:
-        return empty(tensor, self.rows.held(tensor, chunk), self.sizes, self.q)
+        return empty(tensor, self.rows.count(tensor, chunk), self.sizes, self.q)
 
     def _zero(self, tensor: T, chunk: int) -> Value:
         value = self._empty(tensor, chunk)

@@ -107,24 +107,21 @@ def backward(
     delta = delta_of(dout, out, lse.dtype)
     dsinks = None if sinks is None else lse.new_zeros(len(sinks))
     swaps_inputs = plan.head_rounds > 1
-    key_grads: list[Tensor] = []  # with rounds of tokens: gradients of keys and values so far
+    key_grads: list[Tensor] = []  # with rounds of tokens: the sums of the gradients of keys and values so far
     shared = plan.head_parts > problem.kv_heads  # ranks or rounds have partial sums of the gradient of a key/value head
 
     def compute(
         round_index: int, meanwhile: Iterable[Work], dout: Tensor, delta: Tensor, *swapped: Tensor
     ) -> Program[Program[Results]]:
-        folded_q, folded_k, folded_v, folded_lse = fold_heads(*swapped) if swaps_inputs else (q, k, v, lse)
-        if plan.token_rounds > 1:
-            folded_q, folded_lse = rows_of(plan, q, round_index), rows_of(plan, lse, round_index)
-            folded_k, folded_v = (x[: (plan.range_of(round_index) + 1) * len(folded_q)] for x in (k, v))
+        inputs = fold_heads(*swapped) if swaps_inputs else _of_token_round(plan, round_index, q, k, v, lse)
+        folded_q, folded_k, folded_v, folded_lse = inputs
         if sinks is not None and dsinks is not None:
             own_heads = group.slice_of(len(sinks), round_index)
             dsinks[own_heads] += sink_gradients(folded_lse.view(delta.shape), delta, sinks[own_heads])
         folded_dout = dout.reshape(*folded_q.shape[:-1], -1).contiguous()
         queries = folded_q, folded_dout, folded_lse, delta.reshape(folded_lse.shape)
-        inputs = {T.QDO: queries, T.KV: (folded_k, folded_v)}
         part = problem.of_range(plan.range_of(round_index))
-        executor = Executor(plan, group.context_rank, part, group.context, inputs)
+        executor = Executor(plan, group.context_rank, part, group.context, {T.QDO: queries, T.KV: (folded_k, folded_v)})
         yield from executor.run(meanwhile)
         return results(executor, round_index, dout.shape[1])
 
@@ -132,15 +129,32 @@ def backward(
         ends = yield from executor.results()
         (dq,), dkv = ends[T.DQ], ends[T.DKV]
         if plan.token_rounds > 1:
-            if round_index == 0:
-                key_grads[:] = dkv
-            else:
-                for total, x in zip(key_grads, dkv, strict=True):
-                    total[: len(x)] += x
-            dkv = tuple([rows_of(plan, total, round_index) for total in key_grads])
+            _add_key_grads(key_grads, dkv)
+            dkv = tuple([rows_of(plan, total, round_index) for total in key_grads])  # no later round adds to them
         dq, dk, dv = (x.view(len(x), b, -1, x.shape[-1]) for x in (dq.to(q.dtype), *dkv))
         return [dq, dk, dv] if shared else [dq, dk.to(q.dtype), dv.to(q.dtype)]
 
     tensors = (dout, delta, q, k, v, lse) if swaps_inputs else (dout, delta)
     dq, dk, dv = yield from in_rounds(group, tensors, compute, problem.kv_heads if shared else None)
     return dsinks, dq, dk.to(q.dtype), dv.to(q.dtype)
+
+
+def _of_token_round(plan: Plan, round_index: int, q: Tensor, k: Tensor, v: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+    """The queries and log-sum-exps of a round of tokens, with all keys and values up to its end."""
+    if plan.token_rounds == 1:
+        return q, k, v, lse
+    queries = rows_of(plan, q, round_index)
+    seen = slice((plan.range_of(round_index) + 1) * len(queries))
+    return queries, k[seen], v[seen], rows_of(plan, lse, round_index)
+
+
+def _add_key_grads(totals: list[Tensor], key_grads: Iterable[Tensor]) -> None:
+    """Adds the gradients of a round of tokens, for all keys up to its end, to those of the rounds before.
+
+    The first round is that of the last tokens, so it has gradients for all keys.
+    """
+    if not totals:
+        totals[:] = key_grads
+        return
+    for total, gradient in zip(totals, key_grads, strict=True):
+        total[: len(gradient)] += gradient

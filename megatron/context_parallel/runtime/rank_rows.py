@@ -1,4 +1,4 @@
-"""The rows of chunks that a rank holds, computes with and sends: all of them, or those of `plan/row_sets.py`."""
+"""The rows of chunks that a rank has, computes with and sends: all of them, or those of `plan/row_sets.py`."""
 
 import torch
 from torch import Tensor
@@ -23,13 +23,13 @@ class AllRows:
     def __init__(self, blocks: Blocks) -> None:
         self.blocks = blocks
 
-    def held(self, tensor: T, chunk: int) -> int:
+    def count(self, tensor: T, chunk: int) -> int:
         """The number of rows that the rank has of a chunk."""
         return self.blocks.chunks(tensor).rows[chunk]
 
     def received(self, tensor: T, chunk: int, peer: int) -> int:
         """The number of rows in a message from a peer."""
-        return self.held(tensor, chunk)
+        return self.count(tensor, chunk)
 
     def where(self, key: Key, peer: int | None = None) -> Where:
         """The rows of a chunk in `blocks`, among those that the rank has.
@@ -54,7 +54,7 @@ class SomeRows(AllRows):
         self.sets, self.rank, self.device = sets, rank, device
         self._where: dict[tuple, Where] = {}
 
-    def held(self, tensor: T, chunk: int) -> int:
+    def count(self, tensor: T, chunk: int) -> int:
         return size_of(self.sets.rows(self.rank, tensor, chunk))
 
     def received(self, tensor: T, chunk: int, peer: int) -> int:
@@ -64,13 +64,13 @@ class SomeRows(AllRows):
         if (key, peer) not in self._where:
             sets = self.sets
             inner = sets.in_blocks(self.rank, *key) if peer is None else sets.rows(peer, *key)
-            places = sets.places(inner, sets.rows(self.rank, *key))
-            if places is None:
+            indices = sets.indices(inner, sets.rows(self.rank, *key))
+            if indices is None:
                 where: Where = None
-            elif len(places) and places[-1] - places[0] == len(places) - 1:
-                where = slice(int(places[0]), int(places[-1]) + 1)
+            elif len(indices) and indices[-1] - indices[0] == len(indices) - 1:
+                where = slice(int(indices[0]), int(indices[-1]) + 1)
             else:
-                where = to_device(torch.from_numpy(places), self.device)
+                where = to_device(torch.from_numpy(indices), self.device)
             self._where[key, peer] = where
         return self._where[key, peer]
 

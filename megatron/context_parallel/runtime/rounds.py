@@ -73,10 +73,12 @@ class _OwnChunk:
 
     Attributes:
         wholes: each [s, b, heads, ...].
+        heads_of_rank: with partial gradients, the key/value heads that a rank of the group computes, or shares.
     """
 
     def __init__(self, group: HeadGroup, kv_heads: int | None) -> None:
         self.group, self.kv_heads = group, kv_heads
+        self.heads_of_rank = max(1, (kv_heads or 0) // len(group.members))
         self.wholes: list[Tensor] = []
         self._sums: dict[int, Tensor] = {}  # of the heads at work, in the dtype of partial gradients
 
@@ -99,32 +101,35 @@ class _OwnChunk:
         """Adds partial gradients of a round to their heads. Each of the ranks that share a head has sent one."""
         if self.kv_heads is None:
             return
-        of_rank = max(1, self.kv_heads // len(self.group.members))  # heads
-        place = self._place(round_index, of_rank)
-        first = round_index == 0 or self._place(round_index - 1, of_rank) != place
-        last = round_index == self.group.plan.rounds - 1 or self._place(round_index + 1, of_rank) != place
-        for i, x in enumerate(received[1:], 1):
-            copies = x.flatten(2, 3).unflatten(2, (self.kv_heads // of_rank, -1))
-            sums = copies.sum(3) if copies.shape[3] > 1 else copies.squeeze(3)
-            into = self._rows(i, sums, place, of_rank)
-            narrow = into.dtype != sums.dtype
-            if not first:
-                sums += self._sums.pop(i) if narrow else into
-            if narrow and not last:
+        target = self._target(round_index)
+        is_first = round_index == 0 or self._target(round_index - 1) != target
+        is_last = round_index == self.group.plan.rounds - 1 or self._target(round_index + 1) != target
+        for i, partials in enumerate(received[1:], 1):
+            sums = self._over_sharers(partials, self.kv_heads)
+            into = self._rows(i, sums, target)
+            kept_apart = into.dtype != sums.dtype  # the sums of several rounds, which are rounded once
+            if not is_first:
+                sums += self._sums.pop(i) if kept_apart else into
+            if kept_apart and not is_last:
                 self._sums[i] = sums
             else:
                 into.copy_(sums)
 
-    def _place(self, round_index: int, of_rank: int) -> tuple[int, int]:
+    def _over_sharers(self, partials: Tensor, kv_heads: int) -> Tensor:
+        """[s, b, size, h, ...] of the ranks of the group to [s, b, heads, ...], summed over ranks that share a head."""
+        by_head = partials.flatten(2, 3).unflatten(2, (kv_heads // self.heads_of_rank, -1))
+        return by_head.sum(3) if by_head.shape[3] > 1 else by_head.squeeze(3)
+
+    def _target(self, round_index: int) -> tuple[int, int]:
         """Where the sums of a round belong: a range of the tokens, and one of the heads of each rank."""
         plan = self.group.plan
-        part = plan.range_of(round_index) if plan.token_rounds > 1 else 0
-        return part, plan.head_round(round_index) * of_rank // plan.head_rounds
+        tokens = plan.range_of(round_index) if plan.token_rounds > 1 else 0
+        return tokens, plan.head_round(round_index) * self.heads_of_rank // plan.head_rounds
 
-    def _rows(self, i: int, sums: Tensor, place: tuple[int, int], of_rank: int) -> Tensor:
-        """Where the sums [s, b, heads / of_rank, ...] of a place belong, in the dtype of the queries."""
-        ranges = self.group.plan.token_rounds
+    def _rows(self, i: int, sums: Tensor, target: tuple[int, int]) -> Tensor:
+        """Where sums [s, b, heads / heads_of_rank, ...] belong, in the dtype of the queries."""
+        ranges, (tokens, head) = self.group.plan.token_rounds, target
         if len(self.wholes) == i:
-            shape = ranges * len(sums), sums.shape[1], of_rank * sums.shape[2], *sums.shape[3:]
+            shape = ranges * len(sums), sums.shape[1], self.heads_of_rank * sums.shape[2], *sums.shape[3:]
             self.wholes.append(sums.new_empty(shape, dtype=self.wholes[0].dtype))
-        return self.wholes[i].chunk(ranges)[place[0]].unflatten(2, (-1, of_rank))[:, :, :, place[1]]
+        return self.wholes[i].chunk(ranges)[tokens].unflatten(2, (-1, self.heads_of_rank))[:, :, :, head]

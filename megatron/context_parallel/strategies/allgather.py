@@ -18,6 +18,7 @@ def allgather(at: Pass) -> Iterator[Step]:
         yield Step(attend=(Attend(own, own),))
         return
     yield Step((AllGather(T.KV, everyone, everyone),), (Attend(own, own),))
-    yield Step(attend=(Attend(own, tuple(c for c in everyone if c != at.rank and at.visible_pairs(at.rank, c))),))
+    seen = tuple(c for c in everyone if c != at.rank and at.visible_pairs(at.rank, c))
+    yield Step(attend=(Attend(own, seen),))
     if at.backward:
         yield Step((ReduceScatter(T.DKV, everyone, everyone),))

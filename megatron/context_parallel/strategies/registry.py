@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import Option, divisors, options_of
 from megatron.context_parallel.plan.form import wrong_block
-from megatron.context_parallel.plan.ir import PLACEMENTS, Attend, Plan, PlanError, Step, Steps, T
+from megatron.context_parallel.plan.ir import HEAD_FIRST, RANK_PLACEMENTS, Attend, Plan, PlanError, Step, Steps, T
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
 
@@ -115,7 +115,7 @@ class Strategy:
         visible_pairs: Pairs | None = None,
         backward: bool = False,
         head_parallel_size: int | None = None,
-        placement: str = PLACEMENTS[0],
+        placement: str = HEAD_FIRST,
         head_rounds: int = 1,
         partials_in_16_bits: bool = False,
         heads: int | None = None,
@@ -147,8 +147,8 @@ class Strategy:
         layout = layout or self.layouts[0]
         if layout not in self.layouts:
             raise UsageError(f"--cp-layout {layout}: not supported by {self.name}; choose {' or '.join(self.layouts)}")
-        if placement not in PLACEMENTS:
-            raise UsageError(f"--cp-placement {placement}: unknown; choose {' or '.join(PLACEMENTS)}")
+        if placement not in RANK_PLACEMENTS:
+            raise UsageError(f"--cp-placement {placement}: unknown; choose {' or '.join(RANK_PLACEMENTS)}")
         if type(n) is not int or n < 1:
             raise UsageError(f"{n!r} ranks: need a whole number, 1 or more, such as 4")
         size = self._head_parallel_size(n, head_parallel_size, heads, kv_heads)

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import Option, show
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.plan.ir import RANK_PLACEMENTS, Plan
 from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import LAYOUTS
 
@@ -30,7 +30,7 @@ COMMON = {
         Option("layout of the tokens over the ranks; default: that of the strategy", choices=LAYOUTS, name="layout"),
         Option("number of ranks that split the heads", 2, name="head_parallel_size", kind=int),
         Option("number of rounds in which a rank swaps and computes its heads", 4, name="head_rounds", kind=int),
-        Option("whether ranks that share tokens or heads are neighbours", choices=PLACEMENTS, name="placement"),
+        Option("whether ranks that share tokens or heads are neighbours", choices=RANK_PLACEMENTS, name="placement"),
         Option("send partial outputs and gradients in the 16 bits of the model", name="partials_in_16_bits", kind=bool),
     )
 }

@@ -24,7 +24,7 @@ class Documents(HasHandle):
         inside: for each edge except the last, whether a document starts there, not a gap: bool, for each sample.
         placement: which rank holds which tokens; None: as the layout of the context group says.
         sample_length: with a placement, the tokens of each sample before they were laid end to end.
-        spans: with a placement, a place where each kind of mask keeps the spans that it found.
+        spans: with a placement, the spans that each kind of mask found, kept here for all layers.
     """
 
     placement: Placement | None = None

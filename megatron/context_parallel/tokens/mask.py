@@ -1,7 +1,7 @@
 """Masks: causality, sliding windows and packed documents, all as intervals of positions.
 
 Under each of these masks a query sees one interval of positions. From one query to the next, neither end of the
-interval moves back. So if the rows of a block are in ascending order of position, each query sees one run of keys, in
+interval moves back. So if the rows of a block are in ascending order of position, each query sees one range of keys, in
 any layout (`kernels/masks.py`).
 """
 
@@ -33,6 +33,14 @@ def _as_bits(seen: np.ndarray) -> list[int]:
     """Each row of bool [rows, n] as an integer whose bits are its columns."""
     packed = np.packbits(seen, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in packed]
+
+
+def _firsts_from(edges: np.ndarray, start: np.ndarray, stride: np.ndarray, last: np.ndarray) -> np.ndarray:
+    """The first position from each edge on in the slice where it lies. Slices without one are left out."""
+    in_slice = np.searchsorted(start, edges, side="right") - 1  # -1: before all slices
+    hops = -((start[in_slice] - edges) // stride[in_slice])
+    first = start[in_slice] + hops * stride[in_slice]
+    return first[(in_slice >= 0) & (first <= last[in_slice])]
 
 
 @dataclass(frozen=True)
@@ -137,15 +145,12 @@ class Mask:
         last = start + (count - 1) * stride
         firsts = start
         if isinstance(self.documents, Documents) and len(start):
-            for edges in self.documents.edges:
-                at = np.searchsorted(start, edges[:-1], side="right") - 1  # the slice at each edge; -1: none
-                hops = -((start[at] - edges[:-1]) // stride[at])  # to its first position not before the edge
-                first = start[at] + hops * stride[at]
-                firsts = np.append(firsts, first[(at >= 0) & (first <= last[at])])
-            firsts = np.unique(firsts)
-        at = np.searchsorted(start, firsts, side="right") - 1
-        following = np.append(firsts[1:], np.iinfo(np.int64).max)
-        return firsts, np.where(following <= last[at], following - stride[at], last[at])
+            at_edges = [_firsts_from(edges[:-1], start, stride, last) for edges in self.documents.edges]
+            firsts = np.unique(np.concatenate([start, *at_edges]))
+        in_slice = np.searchsorted(start, firsts, side="right") - 1
+        next_first = np.append(firsts[1:], np.iinfo(np.int64).max)
+        same_slice = next_first <= last[in_slice]
+        return firsts, np.where(same_slice, next_first - stride[in_slice], last[in_slice])
 
     def _spans(self, chunks: Slices, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """For each part of a document in a chunk whose queries see any key: its first position, and the span of keys.
@@ -153,12 +158,13 @@ class Mask:
         A token of no document sees none.
         """
         first, last = self._parts(chunks, chunk)
-        low, high = self.seen(torch.from_numpy(first))[0].numpy(), self.seen(torch.from_numpy(last))[1].numpy()
-        some = high > low
+        low = self.seen(torch.from_numpy(first))[0].numpy()  # [samples, parts]
+        high = self.seen(torch.from_numpy(last))[1].numpy()
+        sees_any = high > low
         if isinstance(self.documents, Documents):
             for sample, (edges, inside) in enumerate(zip(self.documents.edges, self.documents.inside, strict=True)):
-                some[sample] &= inside[np.searchsorted(edges[1:], first, side="right")]
-        return np.broadcast_to(first, some.shape)[some], low[some], high[some]
+                sees_any[sample] &= inside[np.searchsorted(edges[1:], first, side="right")]
+        return np.broadcast_to(first, sees_any.shape)[sees_any], low[sees_any], high[sees_any]
 
     def _pairs_of_placement(self, placement: Placement) -> Pairs:
         queries, low, high = self._spans_of_placement(placement)

@@ -28,16 +28,16 @@ class RankGrid:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of `rank` along each dimension."""
-        place = {}
+        coordinates = {}
         for name, size in zip(self.names, self.sizes, strict=True):
-            rank, place[name] = divmod(rank, size)
-        return place
+            rank, coordinates[name] = divmod(rank, size)
+        return coordinates
 
-    def rank(self, **place: int) -> int:
+    def rank(self, **coordinates: int) -> int:
         """The rank at given coordinates; omitted ones are 0."""
         rank, stride = 0, 1
         for name, size in zip(self.names, self.sizes, strict=True):
-            rank += place.get(name, 0) * stride
+            rank += coordinates.get(name, 0) * stride
             stride *= size
         return rank
 
@@ -46,7 +46,7 @@ class RankGrid:
         found = [0]
         stride = 1
         for name, size in zip(self.names, self.sizes, strict=True):
-            places = range(size) if name in names else (rank // stride % size,)
-            found = [inner + place * stride for place in places for inner in found]
+            along = range(size) if name in names else (rank // stride % size,)
+            found = [inner + coordinate * stride for coordinate in along for inner in found]
             stride *= size
         return tuple(found)

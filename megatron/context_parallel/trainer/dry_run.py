@@ -174,7 +174,7 @@ def _documents(args: Arguments, batches: list[Documents]) -> Table:
 
 
 def _amount(size: int) -> str:
-    unit, name = next(
-        (u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B")) if size >= u or u == 1
-    )
-    return f"{size / unit:.2f} {name}"
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.2f} B"

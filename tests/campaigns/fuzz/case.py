@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from random import Random
 
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.plan.ir import PLACEMENTS
+from megatron.context_parallel.plan.ir import RANK_PLACEMENTS
 from megatron.context_parallel.strategies import Strategy, spec_text
 
 IN_PROCESS, ON_RANKS, MUTATION = "in process", "on ranks", "mutation"
@@ -129,7 +129,7 @@ def draw(random: Random, kind: str, ranks: int) -> Case:
     elif layout == "cyclic" and "token_rounds" in strategy.options and random.random() < 0.5:
         options["token_rounds"] = random.choice((2, 3, 4))
     if random.random() < 0.3:
-        options["placement"] = random.choice(PLACEMENTS)
+        options["placement"] = random.choice(RANK_PLACEMENTS)
     unit = (2 * n if layout == "zigzag" else n) * options.get("token_rounds", 1)
     first = _call(random, n, 1 if careless else size, rounds, unit)
     calls = [first]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.attention.plans import Plans
-from megatron.context_parallel.kernels.masks import Piece, Runs
+from megatron.context_parallel.kernels.masks import KeyRanges, Piece
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
@@ -98,7 +98,7 @@ class _MutatedPlans(Plans):
 class _WholeBlocks(Reference):
     """Takes a block in one piece."""
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
 
 

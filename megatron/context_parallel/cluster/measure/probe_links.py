@@ -39,15 +39,17 @@ class LinkProbe:
     def __init__(self, meter: Meter, block: Callable[[], object]) -> None:
         self.meter, self.block = meter, block
         local = int(os.environ.get("LOCAL_WORLD_SIZE", meter.n))
-        places = meter.everyone((socket.gethostname(), int(os.environ.get("RANK", meter.rank)) // local))
-        self.nodes = len(set(places))
+        node = socket.gethostname(), int(os.environ.get("RANK", meter.rank)) // local
+        nodes = meter.everyone(node)
+        self.nodes = len(set(nodes))
         self.each = meter.n // self.nodes
-        if any(len(set(places[i : i + self.each])) > 1 for i in range(0, meter.n, self.each)):
+        first_of_node = [r // self.each * self.each for r in range(meter.n)]
+        if self.each * self.nodes != meter.n or nodes != [nodes[first] for first in first_of_node]:
             raise UsageError(
                 f"{meter.n} ranks on {self.nodes} nodes: need as many on each, in the order of nodes, such as "
                 "torchrun --nnodes 2 --nproc-per-node 8"
             )
-        self.node, self.place = divmod(meter.rank, self.each)
+        self.node, self.rank_in_node = divmod(meter.rank, self.each)
 
     def message_us(self) -> float:
         """Processors' work for a message at each end."""
@@ -99,7 +101,7 @@ class LinkProbe:
 
     def _around(self, by: int, x: Tensor) -> Work:
         """All ranks of each node in a ring."""
-        after, before = (self.node * self.each + (self.place + turn) % self.each for turn in (by, -by))
+        after, before = (self.node * self.each + (self.rank_in_node + turn) % self.each for turn in (by, -by))
         return self.meter.exchange([(after, x)], [(before, torch.empty_like(x))])
 
     def _shift(self, by: int, *xs: Tensor) -> Work:

@@ -10,7 +10,7 @@ import torch
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
-from megatron.context_parallel.plan.ir import PLACEMENTS, Plan
+from megatron.context_parallel.plan.ir import HEAD_FIRST, RANK_PLACEMENTS, Plan
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.progress import tracked
 from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy, rounds_of_heads
@@ -155,7 +155,7 @@ def _choices(
                 name: option.values_to_try(n // size, q_transfer_blocks(size))
                 for name, option in strategy.options.items()
             }
-            placements = PLACEMENTS if 1 < size < n else PLACEMENTS[:1]
+            placements = RANK_PLACEMENTS if 1 < size < n else (HEAD_FIRST,)
             for layout, placement in itertools.product(strategy.layouts, placements):
                 common = dict(fixed) | {"layout": layout, "head_parallel_size": size, "placement": placement}
                 common["head_rounds"] = fixed.get("head_rounds", 1) if size > 1 else 1
@@ -165,7 +165,7 @@ def _choices(
                     del common["layout"]
                 if size == 1 or strategy.head_parallel == "all":
                     del common["head_parallel_size"]
-                if placement == PLACEMENTS[0]:
+                if placement == HEAD_FIRST:
                     del common["placement"]
                 if common["head_rounds"] == 1:
                     del common["head_rounds"]

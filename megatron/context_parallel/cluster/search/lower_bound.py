@@ -119,7 +119,7 @@ class _Rank:
 
     def __init__(self, plan: Plan, rank: int, size_of: Callable[[T, bool], float], sent: RowSets | None) -> None:
         self.plan, self.rank, self.bytes, self.sent = plan, rank, size_of, sent
-        self.place = plan.grid.coordinates(rank)["context"]  # among `members`
+        self.context_rank = plan.grid.coordinates(rank)["context"]  # among `members`
         self.members = plan.grid.along(rank, "context")
 
     def steps(self) -> Iterator[tuple[Iterable[Attend], Iterable[MessageCost]]]:
@@ -129,11 +129,11 @@ class _Rank:
         after = [message for swap in plan.swaps_after for message in self._swapped(swap)]
         yield (), before
         if plan.token_rounds > 1:
-            for step in plan.steps[self.place]:
+            for step in plan.steps[self.context_rank]:
                 yield step.attend, (plan.token_rounds - 1) * [*before, *after]
         for k in range(plan.head_rounds if plan.token_rounds == 1 else 0):
             beside = (before if k < plan.head_rounds - 1 else []) + (after if k else [])
-            for step in plan.steps[self.place]:
+            for step in plan.steps[self.context_rank]:
                 yield step.attend, [*self._moved(step.comm), *beside]
                 beside = []
         yield (), after
@@ -146,12 +146,12 @@ class _Rank:
         for op in comm:
             size = self.bytes(op.tensor, False)
             if isinstance(op, AllGather):  # libraries pass the chunks on along a ring
-                ring = [self.members[place] for place in op.group]
+                ring = [self.members[r] for r in op.group]
                 at = ring.index(self.rank)
                 passed = size * (len(ring) - 1)
                 yield ring[at - 1], self.rank, passed
                 yield self.rank, ring[(at + 1) % len(ring)], passed
             else:
-                for t in op.transfers(self.place):
+                for t in op.transfers(self.context_rank):
                     share = self.sent.least_share(t) if self.sent and isinstance(op, Message) else 1.0
                     yield self.members[t.sender], self.members[t.receiver], size * share

@@ -18,7 +18,7 @@ from megatron.context_parallel.cluster.step.memory import fullest
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
 from megatron.context_parallel.cluster.step.stage_time import DATA_PARALLEL, EXPOSED, OPTIMIZER, AttentionTime
 from megatron.context_parallel.cluster.step.step_time import StepForecast, check_sizes, forecast_step
-from megatron.context_parallel.cluster.step.train_config import SHARDING, TrainConfig, loss_chunk
+from megatron.context_parallel.cluster.step.train_config import FULL_RECOMPUTE, SHARDING, TrainConfig, loss_chunk
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
 from megatron.context_parallel.progress import tracked
@@ -31,7 +31,6 @@ from .planner import SIMULATED, GroupDevices, search
 TAKEN = 8  # specs that a whole step is predicted with for each split of the ranks, beside one of each strategy
 SIMULATED_OF_MANY = 8  # specs that are simulated for each of many splits
 FAR = 1.25  # parallel sizes that must take so many times as long as the fastest run found are not tried
-FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 MICRO_BATCHES = (1, 2, 4)  # times the size that is given
 STAGE_PARTS = (1, 2, 4)  # virtual stages of a pipeline rank
 
@@ -45,11 +44,10 @@ class FeasibleRun(NamedTuple):
 
     @property
     def trains(self) -> bool:
-        """Whether the trainer can run it: Megatron-FSDP has no pipeline, tensor-parallel ranks, FP8 or fp16."""
-        run = self.run
-        alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
-        shards_all = (alone or run.use_torch_fsdp2) and run.fp8 is None and run.dtype != "fp16"
-        return shards_all or run.data_parallel_sharding_strategy in SHARDING[:2]
+        """Whether the trainer can run it."""
+        if self.run.data_parallel_sharding_strategy in SHARDING[:2]:
+            return True
+        return self.run.fits_fsdp2 if self.run.use_torch_fsdp2 else self.run.fits_megatron_fsdp
 
 
 @dataclass(frozen=True)
@@ -200,10 +198,7 @@ def _shardings(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Values:
 
 
 def _needs_fsdp2(model: ModelShape, run: TrainConfig, cluster: Cluster) -> bool:
-    """Whether FSDP2 can shard the weights, and Megatron-FSDP cannot.
-
-    Megatron-FSDP has no tensor parallelism, and each rank builds the whole model first. Neither has a pipeline.
-    """
+    """Whether FSDP2 can shard the weights, and Megatron-FSDP cannot, on whose ranks the whole model is built first."""
     tensor = run.tensor_model_parallel_size
     whole = model.parameters_on_stage(0, 1, tensor) * run.itemsize
     large = whole > for_tensors(cluster.device.memory_GiB)
@@ -224,15 +219,15 @@ def _recomputations(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Va
     The trainer refuses all but nothing and all with FP8, and host memory.
     """
     yield {}
-    yield FULL
+    yield FULL_RECOMPUTE
     if run.fp8:
         return
     modules = "layernorm", "moe" if model.num_experts else "mlp"
     yield {"recompute_granularity": "selective", "recompute_modules": modules}
-    but_attention = {**FULL, "recompute_whitelist": ("core_attention",)}
+    but_attention = {**FULL_RECOMPUTE, "recompute_whitelist": ("core_attention",)}
     yield but_attention
     if cluster.device.host_GB_s:
-        yield {**FULL, "offload_checkpoints": True}
+        yield {**FULL_RECOMPUTE, "offload_checkpoints": True}
         yield {**but_attention, "offload_checkpoints": True, "offload_kept": True}
 
 

@@ -145,8 +145,8 @@ class _Costs:
         self.launches_alike = not cluster.message_us and not plan.partials_in_16_bits
         self.wakes = bool(cluster.shared_cores and cluster.busy_latency_us)
         self.compute_is_shared = bool(cluster.shared_cores or cluster.compute_slowdown or cluster.message_slowdown)
-        self.bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
-        self.held = {t: chunk_bytes(plan, t, shape, False, sent=False) for t in T}
+        self.sent_bytes = {(t, swap): chunk_bytes(plan, t, shape, swap) for swap in (False, True) for t in T}
+        self.stored_bytes = {t: chunk_bytes(plan, t, shape, False, sent=False) for t in T}
 
     def block(self, group: int, rank: int, attend: Attend, round_index: int) -> Task:
         plan, blocks = self.plan, self.blocks
@@ -157,7 +157,7 @@ class _Costs:
     def overhead(self, group: int, rank: int, work: Overhead) -> Task | None:
         memory = self.memory
         if isinstance(work, Merge):  # reads both partials and writes one, of the rows that arrived
-            seconds = work.times * (2 * self.held[work.tensor] + self.bytes[work.tensor, False]) / memory
+            seconds = work.times * (2 * self.stored_bytes[work.tensor] + self.sent_bytes[work.tensor, False]) / memory
             if self.rows and work.message:
                 seconds *= self.rows.share(work.message)
         elif self.launches_alike and not work.first and not work.swap:
@@ -173,14 +173,14 @@ class _Costs:
                 seconds += self.cluster.device.pass_us * 1e-6
             moved = 0
             if work.first and self.plan.backward:  # delta reads output and gradient, and writes and reads their product
-                moved = 4 * self.bytes[T.DO, True] * self.plan.rounds
+                moved = 4 * self.sent_bytes[T.DO, True] * self.plan.rounds
             seconds += moved / memory
         return self._on_rank(group, rank, seconds) if seconds else None
 
     def _packing(self, op: SwapHeads) -> float:
         """Seconds in which a rank packs what it sends in a swap, and unpacks what it receives."""
         device = self.cluster.device
-        moved = sum([4 * self.bytes[t, True] for t in op.tensors])
+        moved = sum([4 * self.sent_bytes[t, True] for t in op.tensors])
         return device.swap_us * 1e-6 + moved / ((device.packing_GB_s or device.memory_GB_s) * 1e9)
 
     def _rounding(self, op: Comm | SwapHeads) -> float:
@@ -188,7 +188,7 @@ class _Costs:
         if not isinstance(op, Send | ReduceScatter) or op.tensor not in PARTIAL:
             return 0.0
         others = len(op.group) - 1 if isinstance(op, ReduceScatter) else 1
-        return others * (self.held[op.tensor] + self.bytes[op.tensor, False])
+        return others * (self.stored_bytes[op.tensor] + self.sent_bytes[op.tensor, False])
 
     def _on_rank(self, group: int, rank: int, seconds: float) -> Task:
         if not self.compute_is_shared:
@@ -214,7 +214,7 @@ class _Costs:
         tasks = []
         for t in transfers:
             path, uses, ends, pair = self.route(None if swap else group, t.sender, t.receiver)
-            size = self.bytes[t.tensor, swap] * t.share * hops
+            size = self.sent_bytes[t.tensor, swap] * t.share * hops
             if self.rows and not swap:
                 size *= self.rows.share(t)
             delay = path.seconds + wake

@@ -42,8 +42,10 @@ class Symmetry:
 
     def representative(self, device: int) -> int:
         """The simulated device that stands for a device."""
-        place = self.grid.coordinates(device)
-        return self.grid.rank(heads=place["heads"] % self.groups, context=self.shift.representative(place["context"]))
+        coordinates = self.grid.coordinates(device)
+        return self.grid.rank(
+            heads=coordinates["heads"] % self.groups, context=self.shift.representative(coordinates["context"])
+        )
 
     def pair(self, sender: int, receiver: int) -> tuple[int, int]:
         """The pair of devices that stands for a pair: the sender's, and the receiver moved along with it."""

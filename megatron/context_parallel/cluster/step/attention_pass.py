@@ -143,8 +143,10 @@ def attention_of(forecast: PassForecast, plan: Plan) -> Attention:
     """The seconds of a predicted pass by kind."""
     swaps = [span for span in forecast.spans if isinstance(span.what[0], SwapHeads)]
     steps = max((span.end for span in forecast.spans if not isinstance(span.what[0], SwapHeads)), default=0.0)
-    first = [span for span in swaps if span.step == 0 and {T.KV, T.DO} & {*span.what[0].tensors}]
-    before = max((span.end for span in first), default=0.0)
+    before = 0.0
+    for swap in swaps:
+        if swap.step == 0 and {T.KV, T.DO} & {*swap.what[0].tensors}:  # of the first round
+            before = max(before, swap.end)
     after = forecast.seconds - steps if swaps else 0.0
     kept = not plan.backward and plan.keeps_swapped
     return Attention(forecast.compute, forecast.exposed, before if kept else 0.0, before + after)

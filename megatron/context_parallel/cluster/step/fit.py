@@ -11,13 +11,11 @@ from .attention_pass import attention_plan
 from .memory import fullest
 from .mlp_chunks import mlp_chunks
 from .model_shape import ModelShape
-from .train_config import SHARDING, TrainConfig, loss_chunk
+from .train_config import FULL_RECOMPUTE, FULL_RECOMPUTE_FLAGS, SHARDING, TrainConfig, loss_chunk, sharding_flags
 
 MLP_CHUNKS = (4, 16)
 HEAD_ROUNDS = (4, 8, 16)
 MOST_RANKS = 1024  # of a context group
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-FULL_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
 class Change(NamedTuple):
@@ -73,10 +71,10 @@ def changes_to_fit(model: ModelShape, run: TrainConfig, room: float) -> list[Cha
 
 def _recomputations(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
     if run.recompute_granularity != "full":
-        flags = f"{FULL_FLAGS} --recompute-whitelist core_attention"
-        yield Change(flags, FULL | {"recompute_whitelist": ("core_attention",)})
+        flags = f"{FULL_RECOMPUTE_FLAGS} --recompute-whitelist core_attention"
+        yield Change(flags, FULL_RECOMPUTE | {"recompute_whitelist": ("core_attention",)})
     if run.recompute_granularity != "full" or run.recompute_whitelist:
-        yield Change(FULL_FLAGS, FULL | {"recompute_whitelist": ()})
+        yield Change(FULL_RECOMPUTE_FLAGS, FULL_RECOMPUTE | {"recompute_whitelist": ()})
 
 
 def _loss_chunks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
@@ -102,18 +100,14 @@ def _shardings(model: ModelShape, run: TrainConfig) -> Iterator[Change]:
     if run.sharers == 1 or run.use_torch_fsdp2:
         return
     now = run.data_parallel_sharding_strategy
-    alone = run.pipeline_model_parallel_size == run.tensor_model_parallel_size == 1
+    whole_experts = model.expert_model_parallel_size == 1  # no FSDP was tested with sharded ones
     for sharding in SHARDING[SHARDING.index(now) + 1 :]:
-        fields = {"data_parallel_sharding_strategy": sharding}
-        if sharding == SHARDING[1]:
-            yield Change("--use-distributed-optimizer", fields)
-        elif alone:  # Megatron-FSDP has neither a pipeline nor tensor-parallel ranks
-            yield Change(f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}", fields)
-    possible = run.pipeline_model_parallel_size == model.expert_model_parallel_size == 1
-    if possible and now != SHARDING[1] and run.dtype != "fp16" and not run.fp8:
+        if sharding == SHARDING[1] or (whole_experts and run.fits_megatron_fsdp):
+            yield Change(sharding_flags(sharding), {"data_parallel_sharding_strategy": sharding})
+    if whole_experts and run.fits_fsdp2 and now != SHARDING[1]:
         fsdp2 = {"data_parallel_sharding_strategy": SHARDING[-1], "use_torch_fsdp2": True}
         instead = "" if now == SHARDING[0] else " instead of --use-megatron-fsdp"
-        yield Change(f"--use-torch-fsdp2{instead}", fsdp2)
+        yield Change(sharding_flags(SHARDING[-1], fsdp2=True) + instead, fsdp2)
 
 
 def _ranks(model: ModelShape, run: TrainConfig) -> Iterator[Change]:

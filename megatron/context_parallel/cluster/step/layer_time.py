@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy
@@ -184,7 +185,7 @@ class LayerTime:
         numbers = layers * sum(count * k * n for count, _, k, n in products)
         return self._seconds((TRANSPOSE if self.run.fp8_param_gather else CAST) * numbers)
 
-    @property
+    @cached_property  # a search asks for it many times
     def products(self) -> dict[str, float]:
         """Seconds of the products of a layer's forward pass."""
         parts = dict[str, float]()

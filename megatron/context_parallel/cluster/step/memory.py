@@ -31,7 +31,7 @@ class MemoryItem(NamedTuple):
 
 GATHERED = "gathered weights"
 LOGITS, BUFFERS = "logits and loss", "attention buffers"
-HEAD, MLP, ATTENTION, END = "head", "MLP backward", "attention backward", "end of a layer"
+OUTPUT, MLP, ATTENTION, END = "output layer", "MLP backward", "attention backward", "end of a layer"
 GATHER = "gather of weights"
 REDUCTION, OPTIMIZER = "gradient reduction", "optimizer step"
 GRADIENTS = "whole gradients"
@@ -76,12 +76,10 @@ def moments(model: ModelShape, run: TrainConfig, stage: int = 0) -> list[Moment]
         whole = f"{parameters:,} parameters x {run.itemsize} bytes that Megatron-FSDP has not sharded yet"
         found.append(Moment(BUILDING, [MemoryItem("whole weights", parameters * run.itemsize, whole)]))
     if stage == stages - 1:
-        found.append(Moment(HEAD, [*inputs, *layers.kept(in_flight), _head(model, run)]))
+        found.append(Moment(OUTPUT, [*inputs, *layers.kept(in_flight), _output_and_loss(model, run)]))
     found.append(Moment(MLP, [*inputs, *layers.at_work(in_flight, 0), _mlp_backward(model, run)]))
-    attention = MemoryItem(
-        BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass"
-    )
-    found.append(Moment(ATTENTION, [*inputs, *layers.at_work(in_flight, 1), _residual(model, run), attention]))
+    attention = [_residual(model, run), _attention_backward(model, run)]
+    found.append(Moment(ATTENTION, [*inputs, *layers.at_work(in_flight, 1), *attention]))
     if run.on_cpu and run.shards("optim") > run.shards("grads"):
         copy = MemoryItem(REDUCTION, 4 * parameters, "gloo's reduce-scatter copies the gradients")
         found.append(Moment(REDUCTION, [*states, copy]))
@@ -101,7 +99,7 @@ def _moments_of_fsdp2(model: ModelShape, run: TrainConfig) -> Iterator[Moment]:
     yield _building_of_fsdp2(model, run, parameters)
     resting, inputs = list(_shards_of_fsdp2(model, run, parameters)), list(_inputs(model, run, 0))
     forward = _whole_of_fsdp2(model, run, 1, 0)[:1]
-    yield Moment(HEAD, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _head(model, run)])
+    yield Moment(OUTPUT, [*resting, *inputs, *forward, *_LayerCounts(model, run).kept(1), _output_and_loss(model, run)])
     last = model.num_layers - 1
     for done in sorted({0, min(1, last), max(0, last - 1), last}):
         for moment in _layer_of_fsdp2(model, run, done):
@@ -151,8 +149,7 @@ def _layer_of_fsdp2(model: ModelShape, run: TrainConfig, done: int) -> Iterator[
     yield Moment(MLP, [*whole, *layers.at_work(1, 0), _mlp_backward(model, run)])
     later = [*whole, *layers.at_work(1, 1), residual]
     product = model.hidden_size * (model.queries + 2 * model.keys) // tensor
-    buffers = MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
-    yield Moment(ATTENTION, [*later, gradients(layer - product, ""), buffers])
+    yield Moment(ATTENTION, [*later, gradients(layer - product, ""), _attention_backward(model, run)])
     yield Moment(END, [*later, gradients(layer, ""), _first_product(model, run)])
     reduced = _whole_of_fsdp2(model, run, int(ahead), done + 1)
     copies = gradients(layer, ", copied while they are summed", 4 if run.on_cpu else run.itemsize)
@@ -306,24 +303,26 @@ def _inputs(model: ModelShape, run: TrainConfig, stage: int) -> Iterator[MemoryI
 
 
 class _LayerCounts:
-    """Layers of a stage in a micro batch: kept whole, recomputed in groups, and at work in a recomputation.
+    """Layers of a stage in a micro batch, `done` of which are differentiated already.
 
-    `done` layers are differentiated already.
+    Attributes:
+        whole: those that keep all that their backward pass needs.
+        recomputed: the others, in so many `groups`, each of which keeps its input.
+        working: layers of a group whose recomputed tensors are there together.
     """
 
     def __init__(self, model: ModelShape, run: TrainConfig, done: int = 0) -> None:
         self.model, self.run = model, run
         layers = model.num_layers // run.pipeline_model_parallel_size - done
         each = run.recompute_num_layers or 0
-        self.whole, self.recomputed, self.groups, self.working = layers, 0, 0, 0
-        if run.recompute_granularity != "full" or not each:
-            return
-        if run.recompute_method == "uniform":
-            self.recomputed, self.groups, self.working = layers, -(-layers // each), min(each, layers)
-        else:
-            self.recomputed = self.groups = min(layers, run.virtual_stages * each)
-            # Layers that are kept are freed before the first recomputation.
-            self.working = 1 if self.recomputed == layers else 0
+        self.recomputed = self.groups = self.working = 0
+        if run.recompute_granularity == "full" and each:
+            if run.recompute_method == "uniform":
+                self.recomputed, self.groups, self.working = layers, -(-layers // each), min(each, layers)
+            else:
+                self.recomputed = self.groups = min(layers, run.virtual_stages * each)
+                # Layers that are kept are freed before the first recomputation.
+                self.working = 1 if self.recomputed == layers else 0
         self.whole = layers - self.recomputed
 
     def kept(self, in_flight: float) -> Iterator[MemoryItem]:
@@ -342,15 +341,21 @@ class _LayerCounts:
         yield from self._activations(count, count - done)
         yield from self._off_the_device(in_flight, 1 + done)
         if self.working:
-            # The input is counted with the checkpoints on the device, and with a norm that has no float32 copy of it.
-            copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
-            counted = (not self.run.offload_checkpoints) + (not copies)
-            # The checkpoint has the gradient of the output until all of the layer is differentiated.
-            size = (1 - counted) * _hidden(self.model, self.run)
-            formula = "input and the gradient of the output, less what is counted already"
-            yield MemoryItem("ends of the layer at work", size, formula)
+            yield self._ends_at_work()
         if self.groups > 1 and (ahead := saved_bytes.fetched_ahead(self.model, self.run, self.working)):
             yield MemoryItem("fetched ahead", ahead, "what the host had of the layers whose backward pass is the next")
+
+    def _ends_at_work(self) -> MemoryItem:
+        """The input of the recomputed layer at work, and the gradient of its output, less what is counted already.
+
+        The checkpoint has that gradient until all of the layer is differentiated. The input is counted with the
+        checkpoints on the device, and with a norm that has no float32 copy of it.
+        """
+        copies = Widths(self.model, self.run).float32_norms and self.run.itemsize < 4
+        counted = (not self.run.offload_checkpoints) + (not copies)
+        size = (1 - counted) * _hidden(self.model, self.run)
+        formula = "input and the gradient of the output, less what is counted already"
+        return MemoryItem("ends of the layer at work", size, formula)
 
     def inputs(self, in_flight: float, at_work: int = 0) -> Iterator[MemoryItem]:
         """What recomputed layers keep on the device. Those at work have taken what was kept of them."""
@@ -407,12 +412,12 @@ def _in_flight(run: TrainConfig, stage: int) -> float:
 # --------------------------------------------------------------------------------------------- work of a moment
 
 
-def _head(model: ModelShape, run: TrainConfig) -> MemoryItem:
+def _output_and_loss(model: ModelShape, run: TrainConfig) -> MemoryItem:
     """The last norm, logits and loss, in the forward pass or in the backward pass of the output layer."""
     w = Widths(model, run)
     weight = w.vocabulary * model.hidden_size
     hidden = _hidden(model, run)
-    parts = {part.name: part.bytes for part in saved_bytes.head_parts(model, run)}
+    parts = {part.name: part.bytes for part in saved_bytes.output_parts(model, run)}
     logits = _logits(w, run.tokens_of_loss, weight, hidden)
     if run.tokens_of_loss == run.tokens:
         small = parts["loss"] - 4 * w.vocabulary * run.tokens
@@ -435,6 +440,10 @@ def _logits(w: Widths, tokens: int, weight: int, hidden: int) -> int:
     if w.size == 4:
         return 4 * logits + gradients
     return max((4 + w.size) * logits, w.size * logits + gradients)
+
+
+def _attention_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:
+    return MemoryItem(BUFFERS, attention_buffers(model, run), "peak chunks, partials and kernels at work in a pass")
 
 
 def _mlp_backward(model: ModelShape, run: TrainConfig) -> MemoryItem:

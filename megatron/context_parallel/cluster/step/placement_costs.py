@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megatron.context_parallel.cluster.description import BACKWARD, Cluster
 from megatron.context_parallel.cluster.simulate.block_time import rate_at
-from megatron.context_parallel.plan.ir import PLACEMENTS
+from megatron.context_parallel.plan.ir import HEAD_FIRST
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.strategies import parse_spec
 from megatron.context_parallel.tokens.place_documents import Costs
@@ -45,6 +45,6 @@ def costs_of_run(model: ModelShape, run: TrainConfig, cluster: Cluster) -> Costs
     plan = parse_spec(run.cp_strategy).plan(run.context_parallel_size)
     shape = attention_shape(model, run)
     heads, kv_heads = shape.heads // plan.head_parallel_size, max(1, shape.kv_heads // plan.head_parallel_size)
-    apart = run.tensor_model_parallel_size * (plan.head_parallel_size if plan.placement == PLACEMENTS[0] else 1)
+    apart = run.tensor_model_parallel_size * (plan.head_parallel_size if plan.placement == HEAD_FIRST else 1)
     ranks_per_node = max(1, cluster.devices_per_node // apart)
     return placement_costs(replace(shape, heads=heads, kv_heads=kv_heads), cluster, run.dtype, ranks_per_node)

@@ -191,7 +191,7 @@ def mlp_again(model: ModelShape, run: TrainConfig) -> int:
     return total(mlp_parts(model, plain)) - total(mlp_parts(model, run))
 
 
-def head_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
+def output_parts(model: ModelShape, run: TrainConfig) -> list[Part]:
     """The last stage's norm, output layer and loss. In chunks, the loss keeps its gradients instead of logits."""
     w = Widths(model, run)
     norm = Part("final_layernorm", run.tokens * _norm(model, run, w.hidden))

@@ -60,13 +60,13 @@ def forecast_step(
     parts |= stages[slowest].once
     seconds = sum(parts.values())
     flops = model.flops_per_sequence(run.seq_length) * run.global_batch_size
-    _, held = fullest(model, run)
+    _, busiest = fullest(model, run)
     return StepForecast(
         seconds=seconds,
         parts=parts,
         mfu=flops / (seconds * run.world_size * cluster.device.peak_TFLOP_s * 1e12),
-        memory=held,
-        fits=held.bytes <= for_tensors(cluster.device.memory_GiB),
+        memory=busiest,
+        fits=busiest.bytes <= for_tensors(cluster.device.memory_GiB),
     )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.tokens.rank_grid import RankGrid
@@ -9,6 +10,12 @@ from megatron.context_parallel.tokens.rank_grid import RankGrid
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 IMPLEMENTATIONS = ("cpu", "fused", "transformer_engine")
 SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FULL_RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+FULL_RECOMPUTE_FLAGS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LOGITS_AT_ONCE = 2**26  # bytes of float32
 LEAST_LOSS_CHUNK = 512  # tokens; every chunk adds to the gradient of the whole output layer
 ORDER = ("tensor", "context", "data", "pipeline")  # of ranks, innermost first
@@ -184,6 +191,16 @@ class TrainConfig:
         return self.use_torch_fsdp2 and self.optimizer_cpu_offload
 
     @property
+    def fits_fsdp2(self) -> bool:
+        """Whether FSDP2 can train it. The trainer's `check_sharding.py` refuses what any FSDP cannot, flag by flag."""
+        return self.pipeline_model_parallel_size == 1 and self.dtype != "fp16" and self.fp8 is None
+
+    @property
+    def fits_megatron_fsdp(self) -> bool:
+        """The same of Megatron-FSDP, which has no tensor-parallel ranks either."""
+        return self.fits_fsdp2 and self.tensor_model_parallel_size == 1
+
+    @property
     def on_cpu(self) -> bool:
         """Whether ranks compute on CPUs and communicate over gloo."""
         return self.implementation == "cpu"
@@ -203,6 +220,15 @@ class TrainConfig:
         return [*_groups(self.mesh, names)]
 
 
+def sharding_flags(sharding: str, fsdp2: bool = False) -> str:
+    """The trainer's flags for a value of `data_parallel_sharding_strategy`; none for "no_shard"."""
+    if fsdp2:
+        return "--use-torch-fsdp2"
+    if sharding in SHARDING[2:]:
+        return f"--use-megatron-fsdp --data-parallel-sharding-strategy {sharding}"
+    return "--use-distributed-optimizer" if sharding == "optim" else ""
+
+
 def loss_chunk(columns: int) -> int:
     """The default of `--cross-entropy-chunk-size`, where a rank has `columns` logits of a token."""
     return max(LEAST_LOSS_CHUNK, LOGITS_AT_ONCE // (4 * columns))
@@ -212,7 +238,7 @@ def loss_chunk(columns: int) -> int:
 def _groups(mesh: RankGrid, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     groups = []
     for rank in range(mesh.size):
-        place = mesh.coordinates(rank)
-        if not any(place[name] for name in names):  # the first of its group
+        coordinates = mesh.coordinates(rank)
+        if not any(coordinates[name] for name in names):  # the first of its group
             groups.append(mesh.along(rank, *names))
     return tuple(groups)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,6 +112,14 @@ def row_of(report: CheckReport, table: str, **row: Any) -> Iterator[dict[str, An
         traceback.print_exc()
         row |= {"verdict": "FAIL", "wrong": said(error)}
     report.add(table, **row)
+
+
+def has_megatron(report: CheckReport, table: str) -> bool:
+    """Whether megatron-core is installed. If not, the table says why it is empty."""
+    if find_spec("megatron.core"):
+        return True
+    report.add(table, left_out="needs megatron-core (pip install megatron-core)")
+    return False
 
 
 def print_table(title: str, rows: list[dict]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, PieceMask
 
 from .common import CheckReport, CheckSizes, RandomBlock, deterministic_mode, said
 from .errors import BOUNDS, SOFTCAP, last_keys
@@ -77,7 +77,12 @@ def _run(one: Compiled, rows: int, device: torch.device) -> None:
     dtype = getattr(torch, one.dtype)
     kernel = kernel_for(device, dtype, one.dim, "triton", value_dim=one.value_dim, softcap=one.softcap)
     up = torch.arange(1, rows + 1, dtype=torch.int32, device=device)[None]
-    masks: list[PieceMask] = [FULL, CAUSAL, Runs(up - up, up), Runs(torch.cat([up - up] * 2), torch.cat([up] * 2))]
+    masks: list[PieceMask] = [
+        FULL,
+        CAUSAL,
+        KeyRanges(up - up, up),
+        KeyRanges(torch.cat([up - up] * 2), torch.cat([up] * 2)),
+    ]
     for heads, group in ((4, 1), (2, 8)):
         for mask in masks:
             q, k, v, dout = RandomBlock.random(rows, rows, heads, group, one.dim, dtype, device, one.value_dim)

@@ -5,14 +5,13 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from megatron.context_parallel import ContextParallel
 
-from .common import CheckReport, CheckSizes, model_parallel, row_of, world_of_one
+from .common import CheckReport, CheckSizes, has_megatron, model_parallel, row_of, world_of_one
 
 TABLE = "decode steps of a model"
 TIMES = "time of decode steps"
@@ -28,8 +27,7 @@ CASES: list[tuple[torch.dtype, str, float]] = [  # the dtype of a model and of i
 
 def check_decode_model(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
     """Errors of the logits of four rows, of which two end early, then times of steps; or why it was skipped."""
-    if not find_spec("megatron.core"):
-        report.add(TABLE, left_out="needs megatron-core (pip install megatron-core)")
+    if not has_megatron(report, TABLE):
         return
     with world_of_one(device), model_parallel():
         for dtype, cache, bound in CASES:

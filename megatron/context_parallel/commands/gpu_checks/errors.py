@@ -14,7 +14,7 @@ from megatron.context_parallel import STRATEGIES, AllRanks, UsageError, context_
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
 from megatron.context_parallel.kernels.libraries.base import Library
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, Piece, PieceMask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, Piece, PieceMask
 from megatron.context_parallel.kernels.reference import Reference, attention
 from megatron.context_parallel.tokens.documents import Documents
 from megatron.context_parallel.tokens.mask import Mask
@@ -27,7 +27,7 @@ LSE_BOUND = 1e-4
 SOFTCAP = 5.0
 
 
-def run_masks(rows: int, device: torch.device) -> dict[str, tuple[Runs, int]]:
+def range_masks(rows: int, device: torch.device) -> dict[str, tuple[KeyRanges, int]]:
     """Masks that are neither full nor causal, and their key rows."""
     up = torch.arange(1, rows + 1)
     starts = torch.tensor([0, 1, rows // 3, rows // 3 + 1, rows // 2, rows - 3])  # documents: one token, odd, the rest
@@ -43,14 +43,14 @@ def run_masks(rows: int, device: torch.device) -> dict[str, tuple[Runs, int]]:
     }
     masks = {}
     for name, (first, end, keys) in found.items():
-        masks[name] = Runs(torch.stack(first).int().to(device), torch.stack(end).int().to(device)), keys
+        masks[name] = KeyRanges(torch.stack(first).int().to(device), torch.stack(end).int().to(device)), keys
     return masks
 
 
-def last_keys(block: RandomBlock) -> Runs:
+def last_keys(block: RandomBlock) -> KeyRanges:
     """Each row sees the keys up to its own, as the last rows of a sequence do."""
     ends = torch.arange(len(block.k) - len(block.q) + 1, len(block.k) + 1, dtype=torch.int32, device=block.q.device)
-    return Runs(torch.zeros_like(ends)[None], ends[None])
+    return KeyRanges(torch.zeros_like(ends)[None], ends[None])
 
 
 def compare(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
@@ -92,7 +92,7 @@ def check_blocks(report: CheckReport, names: list[str], sizes: CheckSizes, devic
         "full, whole tiles": (FULL, 2 * sizes.block_rows),
         "causal": (CAUSAL, sizes.block_rows),
     }
-    irregular = run_masks(sizes.block_rows, device)
+    irregular = range_masks(sizes.block_rows, device)
     for dtype in BOUNDS:
         for dim in sizes.head_dims if dtype is torch.bfloat16 else sizes.head_dims[:1]:
             few = names if dim in sizes.speed_head_dims else ["triton"]  # libraries are tested by their authors
@@ -110,7 +110,7 @@ def check_other_blocks(report: CheckReport, names: list[str], sizes: CheckSizes,
     """A softcap, values of another head_dim, and deterministic gradients."""
     dtype = torch.bfloat16
     rows = sizes.block_rows
-    window = run_masks(rows, device)["window"][0]
+    window = range_masks(rows, device)["window"][0]
     for dim in sizes.head_dims[:2]:
         block = RandomBlock.random(rows, rows, 2, 8, dim, dtype, device)
         for name, kernel in kernels(names, device, dtype, dim, softcap=SOFTCAP):
@@ -149,7 +149,7 @@ def check_far_rows(report: CheckReport, names: list[str], sizes: CheckSizes, dev
     far_keys = RandomBlock.random(last, sizes.far_rows, 128, 1, dim, torch.bfloat16, device)
     first = torch.full((1, last), few.start, dtype=torch.int32, device=device)
     for name, kernel in kernels(["triton"] if "triton" in names else [], device, torch.bfloat16, dim):
-        _add_far(report, name, kernel, "far keys", far_keys, (slice(None), few), Runs(first, first + last))
+        _add_far(report, name, kernel, "far keys", far_keys, (slice(None), few), KeyRanges(first, first + last))
 
 
 def _takes(kernel: Kernel, mask: PieceMask, rows: int, keys: int) -> bool:

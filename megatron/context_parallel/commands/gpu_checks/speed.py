@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.context_parallel import AllRanks, context_parallel_attention
 from megatron.context_parallel.kernels.choose import kernel_for
 from megatron.context_parallel.kernels.interface import BlockGrad, Kernel, Scores
-from megatron.context_parallel.kernels.masks import Piece, PieceMask, Runs, cut
+from megatron.context_parallel.kernels.masks import KeyRanges, Piece, PieceMask, cut
 from megatron.context_parallel.kernels.merge import merge
 from megatron.context_parallel.patches.torch_gpu_sleep import let_host_ahead
 from megatron.context_parallel.tokens.mask import Mask
@@ -91,8 +91,8 @@ def ways(kernel: Kernel, name: str, block: RandomBlock, mask: str) -> dict[str, 
     pieces = [Piece(slice(None), slice(None), mask)]
     if mask == "step":
         rows = torch.arange(1, len(q) + 1, dtype=torch.int32).unsqueeze(0)
-        step = Runs(torch.zeros_like(rows), STEP * rows)
-        one = Piece(slice(None), slice(None), Runs(*(x.to(q.device) for x in step)))
+        step = KeyRanges(torch.zeros_like(rows), STEP * rows)
+        one = Piece(slice(None), slice(None), KeyRanges(*(x.to(q.device) for x in step)))
         pieces = [one] if name == "triton" else cut(step)
     scores = Scores(q.shape[-1] ** -0.5)
     stats = torch.full(q.shape[:3], math.log(len(k)), device=q.device), torch.zeros(q.shape[:3], device=q.device)
@@ -148,7 +148,7 @@ class CountingKernel:
         self.kernel, self.clock = kernel, clock
         self.calls: list[tuple] = []
 
-    def pieces(self, block: Runs, keys: int) -> list:
+    def pieces(self, block: KeyRanges, keys: int) -> list:
         return self.kernel.pieces(block, keys)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:

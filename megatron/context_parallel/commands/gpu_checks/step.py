@@ -2,12 +2,11 @@
 
 import json
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from .common import CheckReport
+from .common import CheckReport, has_megatron
 from .job import end, start
 
 PROGRAM = """
@@ -34,8 +33,7 @@ def check_step(report: CheckReport, table: str, run: tuple[int, int], device: to
 
     Of sequences that do not fit the GPU by the dry run, half of the tokens are taken, until they fit.
     """
-    if not find_spec("megatron.core"):
-        report.add(table, left_out="needs megatron-core (pip install megatron-core)")
+    if not has_megatron(report, table):
         return
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder) / "rows", Path(folder) / "log"

@@ -2,13 +2,12 @@
 
 import json
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from .common import CheckReport, CheckSizes
+from .common import CheckReport, CheckSizes, has_megatron
 from .job import end, start
 
 TABLE = "training"
@@ -30,19 +29,23 @@ class Run(NamedTuple):
 
     backend: str
     dtype: str
+    sharding: str = "none"  # each has an optimizer of its own
 
     @property
     def flags(self) -> list[str]:
-        return ["--cp-attention-backend", self.backend, *(["--bf16"] if self.dtype == "bfloat16" else [])]
+        flags = ["--cp-attention-backend", self.backend]
+        if self.dtype == "bfloat16":
+            flags.append("--bf16")
+        return flags if self.sharding == "none" else [*flags, f"--{self.sharding}"]
 
 
 RUNS = [Run(backend, dtype) for dtype in BOUNDS for backend in ("auto", "triton")]
+RUNS += [Run("auto", "float32", sharding) for sharding in ("use-distributed-optimizer", "use-torch-fsdp2")]
 
 
 def check_training(report: CheckReport, sizes: CheckSizes, device: torch.device) -> None:
     """The largest difference of a loss between the GPU and the CPU; or why it was skipped. The runs are processes."""
-    if not find_spec("megatron.core"):
-        report.add(TABLE, left_out="needs megatron-core (pip install megatron-core)")
+    if not has_megatron(report, TABLE):
         return
     middle, last = sizes.iterations
     model = MODEL.format(sizes.training_rows, last).split()

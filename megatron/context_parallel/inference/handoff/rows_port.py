@@ -215,8 +215,7 @@ class RowsPort:
         positions = reading.positions(piece, first)
         if not len(positions):
             return
-        places = positions.astype("<i4")
-        await _send(writer, frame(Kind.POSITIONS, places.tobytes(), rows=len(positions)))
+        await _send(writer, frame(Kind.POSITIONS, positions.astype("<i4").tobytes(), rows=len(positions)))
         for layer in range(self.rows.layers):
             rows = reading.rows(piece, first, layer, heads)
             await _send(writer, frame(Kind.ROWS, rows, layer, len(positions)))

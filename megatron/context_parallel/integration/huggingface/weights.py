@@ -188,10 +188,10 @@ def check_names(model: GPTModel, source: SafetensorsFolder) -> None:
             raise UsageError(f"{source.folder}: {why}")
         unread.discard(output)  # some folders contain the tied weight twice
     for name, _ in model.named_parameters():
-        weight, place = _find(name, model.config)
+        weight, numbers = _find(name, model.config)
         for theirs in weight.theirs:
-            source.check_has(theirs.format(*place))
-            unread.discard(theirs.format(*place))
+            source.check_has(theirs.format(*numbers))
+            unread.discard(theirs.format(*numbers))
     if unread:
         more = f" and {len(unread) - 1} more weights" if len(unread) > 1 else ""
         raise UsageError(f"{source.folder}: {min(unread)}{more}, which the model of its config.json does not have")
@@ -203,11 +203,11 @@ def fill(name: str, parameter: Tensor, source: SafetensorsFolder, config: Transf
     Raises:
         UsageError: the folder lacks a weight for it, or has one of another shape.
     """
-    weight, place = _find(name, config)
-    names = [theirs.format(*place) for theirs in weight.theirs]
+    weight, numbers = _find(name, config)
+    names = [theirs.format(*numbers) for theirs in weight.theirs]
     if isinstance(weight, OfExperts):
         assert config.num_moe_experts
-        theirs = [source.read_row(name, place[1], config.num_moe_experts) for name in names]
+        theirs = [source.read_row(name, numbers[1], config.num_moe_experts) for name in names]
     else:
         theirs = [source.read(name) for name in names]
     _fill(parameter, weight.join(theirs, config), weight, vocabulary)
@@ -215,11 +215,11 @@ def fill(name: str, parameter: Tensor, source: SafetensorsFolder, config: Transf
 
 def _find(name: str, config: TransformerConfig) -> tuple[Weight, list[int]]:
     """The map entry of one of our weights, and the numbers in its name: its layer and its expert, if it has them."""
-    place = [int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)]
+    numbers = [int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)]
     found = _weights_of(config).get(re.sub(r"\.\d+(?=\.)", ".{}", name))
     if found is None:
         raise UsageError(f"{name}: no supported HuggingFace family has this weight")
-    return found, place
+    return found, numbers
 
 
 def _fill(parameter: Tensor, parts: list[Tensor], weight: Weight, vocabulary: int) -> None:
@@ -258,10 +258,10 @@ def to_huggingface(
     """
     experts: dict[str, list[Tensor]] = {}
     for name, tensor in weights:
-        weight, place = _find(name, config)
+        weight, numbers = _find(name, config)
         whole = tensor[:vocabulary] if isinstance(weight, Table) else tensor
         for pattern, part in zip(weight.theirs, weight.split(whole, config), strict=True):
-            theirs = pattern.format(*place)
+            theirs = pattern.format(*numbers)
             if not isinstance(weight, OfExperts):
                 yield theirs, part
                 continue

@@ -21,7 +21,7 @@ from torch.torch_version import TorchVersion
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs, cut
+from megatron.context_parallel.kernels.masks import CAUSAL, KeyRanges, Piece, PieceMask, cut
 
 Capability = tuple[int, int]  # of a GPU; (9, 0) is sm_90
 
@@ -83,10 +83,10 @@ class Library(ABC):
     @classmethod
     def takes(cls, piece: Piece, rows: int, keys: int) -> bool:
         """Whether it computes a piece of a block of `rows` query rows and `keys` key rows."""
-        return not isinstance(piece.mask, Runs)
+        return not isinstance(piece.mask, KeyRanges)
 
     @classmethod
-    def pieces(cls, block: Runs, keys: int) -> list[Piece]:
+    def pieces(cls, block: KeyRanges, keys: int) -> list[Piece]:
         """As `Kernel.pieces`.
 
         Raises:
@@ -96,7 +96,7 @@ class Library(ABC):
         rows = block.first.shape[1]
         for piece in found:
             if not cls.takes(piece, rows, keys):
-                mask = "irregular" if isinstance(piece.mask, Runs) else piece.mask
+                mask = "irregular" if isinstance(piece.mask, KeyRanges) else piece.mask
                 raise UsageError(
                     f"--cp-attention-backend {cls.name}: {cls.title} computes {cls.blocks}, not {length(piece.q)} "
                     f"rows by {length(piece.kv)} keys, {mask}; give --cp-attention-backend triton"

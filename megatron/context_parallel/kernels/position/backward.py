@@ -66,7 +66,7 @@ def query_grad_kernel(
     at_dout = _strides(at_dout, at_q)
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head, g = tl.program_id(1) // group, tl.program_id(1) % group
-    if MASK == "runs":
+    if MASK == "key_ranges":
         first += (head // heads_a_sample).to(tl.int64) * s
         end += (head // heads_a_sample).to(tl.int64) * s
         seen_keys += (head // heads_a_sample).to(tl.int64) * t
@@ -146,8 +146,8 @@ def _grad_of_keys(
 
 @triton.jit(do_not_specialize=["s", "t", "group", "heads_a_sample", "parts"])
 def key_grad_kernel(
-    dout, q, k, v, lse2, delta, dq, dk, dv, first, end, seen_keys, ranges, s, t, group, heads_a_sample, parts, scale,
-    at_q, at_k, at_v, at_dout, at_dq, at_dk, at_dv,
+    dout, q, k, v, lse2, delta, dq, dk, dv, first, end, seen_keys, rows_seeing, s, t, group, heads_a_sample, parts,
+    scale, at_q, at_k, at_v, at_dout, at_dq, at_dk, at_dv,
     MASK: tl.constexpr, WITH_DQ: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr,
     E: tl.constexpr, DV: tl.constexpr, EV: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     COPIES: tl.constexpr,
@@ -155,18 +155,18 @@ def key_grad_kernel(
     """dk and dv of one key tile, summed over the query heads that read it; with `WITH_DQ` adds to dq atomically.
 
     Each key/value head is split into `parts` heads, each with a part of its query heads and with its own dk and dv.
-    `ranges` contains, for each sample and tile, which rows see some of its keys and which see all (`_rows_seeing`).
+    `rows_seeing`: for each sample and tile, which rows see some of its keys and which see all, as kernel.py finds.
     """
     at_dout, at_dv = _strides(at_dout, at_q), _strides(at_dv, at_dk)
     tile, head = tl.program_id(0), tl.program_id(1)
     tiles = tl.num_programs(0)
-    if MASK == "runs":
+    if MASK == "key_ranges":
         first += (head // heads_a_sample).to(tl.int64) * s
         end += (head // heads_a_sample).to(tl.int64) * s
         seen_keys += (head // heads_a_sample).to(tl.int64) * t
-        ranges += (head // heads_a_sample) * 4 * tiles
+        rows_seeing += (head // heads_a_sample) * 4 * tiles
     key = tile * KEYS
-    lo, hi, before, full, count = rows_of_tile(key, ranges, tile, tiles, s, t, MASK, ROWS, KEYS)
+    lo, hi, before, full, count = rows_of_tile(key, rows_seeing, tile, tiles, s, t, MASK, ROWS, KEYS)
 
     local = tl.arange(0, KEYS)
     inside = key + local < t

@@ -29,7 +29,7 @@ def few_rows_kernel(
 ):  # fmt: skip
     """out [parts, B, s * G, dv] and lse [parts, B, s * G] in float32: a tile of packed rows and a part of the keys."""
     part, head, packed = tl.program_id(0), tl.program_id(1), tl.program_id(2) * ROWS
-    if MASK == "runs":
+    if MASK == "key_ranges":
         first += (head // heads_a_sample).to(tl.int64) * s
         end += (head // heads_a_sample).to(tl.int64) * s
         seen_keys += (head // heads_a_sample).to(tl.int64) * t

@@ -1,4 +1,4 @@
-"""The position kernel's forward pass on the device (Triton): each query row sees one run of key rows."""
+"""The position kernel's forward pass on the device (Triton): each query row sees one range of key rows."""
 
 import triton
 import triton.language as tl
@@ -54,7 +54,7 @@ def forward_kernel(
     """out and lse of one tile of query rows of one head. Tiles of late rows see the most keys and start first."""
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head, g = tl.program_id(1) // group, tl.program_id(1) % group
-    if MASK == "runs":
+    if MASK == "key_ranges":
         first += (head // heads_a_sample).to(tl.int64) * s
         end += (head // heads_a_sample).to(tl.int64) * s
         seen_keys += (head // heads_a_sample).to(tl.int64) * t

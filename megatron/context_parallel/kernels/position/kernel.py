@@ -12,14 +12,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
-from megatron.context_parallel.kernels.masks import CAUSAL, Piece, PieceMask, Runs
+from megatron.context_parallel.kernels.masks import CAUSAL, KeyRanges, Piece, PieceMask
 from megatron.context_parallel.kernels.to_device import to_device
 
 from .tiles import FLOAT32, TILES, Tiles
 
 PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_of_runs = WeakTensorKeyDictionary()  # by the ends of runs
+_of_key_ranges = WeakTensorKeyDictionary()  # by the ends of ranges
 FEW_ROWS = 16  # below, programs share the keys of a block: its rows alone would not occupy a GPU
 PROGRAMS = 2  # for each multiprocessor, of a block with few rows
 THREADS = 32  # of a warp
@@ -27,7 +27,7 @@ FURTHEST = 2**31 // 256  # elements between rows: offsets inside a tile are 32 b
 
 
 class PositionKernel:
-    """Forward and backward of blocks under any mask: each query row sees one run of key rows.
+    """Forward and backward of blocks under any mask: each query row sees one range of key rows.
 
     Shapes: queries [s, B, G, d], keys [t, B, d] and values [t, B, dv] of one dtype (float16, bfloat16, float32),
     with any strides but a contiguous last dimension; log-sum-exp and delta [s, B, G] in float32. B is batch ×
@@ -35,7 +35,7 @@ class PositionKernel:
     are accumulated in float32. Products of float32 use TF32 only if PyTorch's may
     (`torch.backends.cuda.matmul.allow_tf32`).
 
-    Masks: FULL, CAUSAL (s = t), or runs on q's device, common to all samples or one for each.
+    Masks: FULL, CAUSAL (s = t), or ranges on q's device, common to all samples or one for each.
 
     Args:
         device: where the tensors are: a GPU of compute capability 8.0, 9.0 or 10.x.
@@ -55,10 +55,10 @@ class PositionKernel:
         on_gpu = device.type == "cuda"
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
 
-    def pieces(self, block: Runs, keys: int) -> list[Piece]:
-        """The whole block in one piece, with its runs copied to the device without waiting."""
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
+        """The whole block in one piece, with its ranges copied to the device without waiting."""
         rows = slice(0, block.first.shape[1])
-        return [Piece(rows, slice(0, keys), Runs(*to_device(torch.stack(block), self.device)))]
+        return [Piece(rows, slice(0, keys), KeyRanges(*to_device(torch.stack(block), self.device)))]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
         """Returns the output [s, B, G, dv] in q's dtype and its log-sum-exp [s, B, G] in float32.
@@ -138,9 +138,9 @@ class PositionKernel:
         if parts > 1:
             common |= _split_group(parts, q, dout, dq, mask)
         at_grads = _strides(dk=dk) | ({"at_dv": None} if same_width else _strides(dv=dv))
-        ranges = _once(_rows_seeing, mask, len(k), tiles.keys) if isinstance(mask, Runs) else None
+        rows_seeing = _once(_rows_seeing, mask, len(k), tiles.keys) if isinstance(mask, KeyRanges) else None
         key_grad_kernel[programs[0], dk.shape[1]](
-            dk=dk, dv=dv, ranges=ranges, parts=parts, WITH_DQ=bool(tiles_of_all), COPIES=_copies(tiles),
+            dk=dk, dv=dv, rows_seeing=rows_seeing, parts=parts, WITH_DQ=bool(tiles_of_all), COPIES=_copies(tiles),
             **common, **_launch(tiles), **at_grads,
         )  # fmt: skip
         if parts > 1:
@@ -216,8 +216,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> None:
         raise UsageError(f"rows of q, k, v: need a contiguous last dimension and strides up to {FURTHEST}")
     if mask == CAUSAL and s != len(k):
         raise UsageError(f"a causal block of {s} queries and {len(k)} keys: must be square")
-    if isinstance(mask, Runs) and (mask.first.shape[1] != s or batch % len(mask.first)):
-        raise UsageError(f"runs of {list(mask.first.shape)} for q {list(q.shape)}: need [1 or batch, {s}]")
+    if isinstance(mask, KeyRanges) and (mask.first.shape[1] != s or batch % len(mask.first)):
+        raise UsageError(f"ranges of {list(mask.first.shape)} for q {list(q.shape)}: need [1 or batch, {s}]")
 
 
 def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> dict[str, object]:
@@ -225,14 +225,14 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) ->
     _check(q, k, v, mask)
     s, batch, group, d = q.shape
     dv = v.shape[-1]
-    runs = mask if isinstance(mask, Runs) else None
+    ranges = mask if isinstance(mask, KeyRanges) else None
     bounds: dict[str, object] = {"first": None, "end": None, "seen_keys": None}
-    if runs:
-        seen = _once(_seen_keys, runs, len(k))
-        bounds = {"first": runs.first.contiguous(), "end": runs.end.contiguous(), "seen_keys": seen}
-    heads_a_sample = batch // len(runs.first) if runs else batch
+    if ranges:
+        seen = _once(_seen_keys, ranges, len(k))
+        bounds = {"first": ranges.first.contiguous(), "end": ranges.end.contiguous(), "seen_keys": seen}
+    heads_a_sample = batch // len(ranges.first) if ranges else batch
     sizes = {"s": s, "t": len(k), "group": group, "heads_a_sample": heads_a_sample, "scale": scores.scale}
-    kind = {"MASK": "runs" if runs else mask, "SOFTCAP": float(scores.softcap), "PRECISION": precision(q)}
+    kind = {"MASK": "key_ranges" if ranges else mask, "SOFTCAP": float(scores.softcap), "PRECISION": precision(q)}
     widths = dict(zip(("D", "E", "DV", "EV"), (*PARTS[d], *PARTS[dv]), strict=True))
     return {"q": q, "k": k, "v": v} | bounds | sizes | kind | widths
 
@@ -288,38 +288,40 @@ def _parts_of_group(programs: tuple[int, int], group: int, processors: int) -> i
 def _split_group(parts: int, q: Tensor, dout: Tensor, dq: Tensor, mask: PieceMask) -> dict[str, object]:
     """Arguments by query head, with the query heads of each key/value head split into parts."""
     group = q.shape[2] // parts
-    samples = len(mask.first) if isinstance(mask, Runs) else 1
+    samples = len(mask.first) if isinstance(mask, KeyRanges) else 1
     q, dout, dq = (x.flatten(1, 2).unflatten(1, (-1, group)) for x in (q, dout, dq))
     at_dout = {} if dout.shape == q.shape else _strides(dout=dout)
     changed = {"q": q, "dout": dout, "dq": dq, "group": group, "heads_a_sample": q.shape[1] // samples}
     return changed | _strides(q=q, dq=dq) | at_dout
 
 
-def _once(make: Callable[..., Tensor], runs: Runs, *sizes: int) -> Tensor:
-    """`make(runs, *sizes)`, computed once for all layers. It lives as long as the runs."""
-    made = _of_runs.setdefault(runs.end, {})
-    key = make, id(runs.first), sizes
+def _once(make: Callable[..., Tensor], ranges: KeyRanges, *sizes: int) -> Tensor:
+    """`make(ranges, *sizes)`, computed once for all layers. It lives as long as the ranges."""
+    made = _of_key_ranges.setdefault(ranges.end, {})
+    key = make, id(ranges.first), sizes
     if key not in made:
-        made[key] = runs.first, make(runs, *sizes)  # with `first`, because its id counts
+        made[key] = ranges.first, make(ranges, *sizes)  # with `first`, because its id counts
     return made[key][1]
 
 
-def _seen_keys(runs: Runs, keys: int) -> Tensor:
-    """The keys that any row sees, bool [samples, keys]: those before which more runs start than end."""
-    at = torch.arange(1, keys + 1, dtype=torch.int32, device=runs.end.device).expand(len(runs.first), -1).contiguous()
-    starts, ends = (torch.searchsorted(bound.contiguous(), at) for bound in runs)
+def _seen_keys(ranges: KeyRanges, keys: int) -> Tensor:
+    """The keys that any row sees, bool [samples, keys]: those before which more ranges start than end."""
+    after = torch.arange(1, keys + 1, dtype=torch.int32, device=ranges.end.device)
+    at = after.expand(len(ranges.first), -1).contiguous()
+    starts, ends = (torch.searchsorted(bound.contiguous(), at) for bound in ranges)
     return starts > ends
 
 
-def _rows_seeing(runs: Runs, keys: int, tile: int) -> Tensor:
+def _rows_seeing(ranges: KeyRanges, keys: int, tile: int) -> Tensor:
     """The rows that see each tile of keys, int32 [samples, 4, tiles].
 
-    The four values: the first row whose run ends beyond the tile's first key, the first row whose run contains the
-    tile's end, the number of rows whose run starts at or before its first key, and the number of rows whose run starts
-    before its end. Runs never decrease, so rows [0] to [3] see some of the tile, and rows [1] to [2] all of it.
+    The four values: the first row whose range ends beyond the tile's first key, the first row whose range contains the
+    tile's end, the number of rows whose range starts at or before its first key, and the number of rows whose range
+    starts before its end. Bounds never decrease. So rows [0] to [3] see some of the tile, and rows [1] to [2] all of
+    it.
     """
-    starts = torch.arange(0, keys, tile, dtype=torch.int32, device=runs.end.device)
-    bounds = torch.stack((runs.end, runs.first))
+    starts = torch.arange(0, keys, tile, dtype=torch.int32, device=ranges.end.device)
+    bounds = torch.stack((ranges.end, ranges.first))
     sought = torch.cat((starts + 1, starts + tile)).expand(*bounds.shape[:2], -1).contiguous()
     end, first = torch.searchsorted(bounds, sought, out_int32=True).unflatten(-1, (2, -1))
     return torch.cat((end, first), 1)

@@ -1,6 +1,6 @@
 """The keys that query rows see, and the rows that see a tile of keys, in the position kernel's device code (Triton).
 
-`MASK` is "full", "causal" or "runs". `first` and `end` are read only for "runs".
+`MASK` is "full", "causal" or "key_ranges". `first` and `end` are read only for "key_ranges".
 """
 
 import triton
@@ -11,11 +11,11 @@ from .parts import load_numbers
 
 @triton.jit
 def seen_by(rows, inside, first, end, t, MASK: tl.constexpr, COPIES: tl.constexpr = 1):
-    """The run of key rows that each of these query rows sees; empty for rows not `inside`."""
-    if MASK == "runs" and COPIES > 1:
+    """The range of key rows that each of these query rows sees; empty for rows not `inside`."""
+    if MASK == "key_ranges" and COPIES > 1:
         places = tl.where(inside, rows, 0)
         bounds = (load_numbers(first + places, COPIES), tl.where(inside, load_numbers(end + places, COPIES), 0))
-    elif MASK == "runs":
+    elif MASK == "key_ranges":
         bounds = (tl.load(first + rows, inside, 0), tl.load(end + rows, inside, 0))
     elif MASK == "causal":
         bounds = (rows * 0, tl.where(inside, rows + 1, 0))
@@ -43,11 +43,11 @@ def keys_of_tile(row, last, first, end, t, MASK: tl.constexpr, KEYS: tl.constexp
 
 
 @triton.jit
-def rows_of_tile(key, ranges, tile, tiles, s, t, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def rows_of_tile(key, rows_seeing, tile, tiles, s, t, MASK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """The first query row that sees any key of a tile from `key` on, the end of the last, and the tiles between."""
-    if MASK == "runs":
-        lo, full_lo = tl.load(ranges + tile), tl.load(ranges + tiles + tile)
-        full_hi, hi = tl.load(ranges + 2 * tiles + tile), tl.load(ranges + 3 * tiles + tile)
+    if MASK == "key_ranges":
+        lo, full_lo = tl.load(rows_seeing + tile), tl.load(rows_seeing + tiles + tile)
+        full_hi, hi = tl.load(rows_seeing + 2 * tiles + tile), tl.load(rows_seeing + 3 * tiles + tile)
     elif MASK == "causal":
         lo, full_lo, full_hi, hi = key, key + KEYS - 1, s, s
     else:

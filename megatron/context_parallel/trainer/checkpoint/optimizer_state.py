@@ -1,10 +1,11 @@
 """The optimizer in a checkpoint: whole tensors for each weight, in the same format for every kind of sharding."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -15,40 +16,33 @@ from torch import Tensor
 from megatron.context_parallel.patches.megatron_offloaded_optimizer import prime_offloaded
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
-from .sharded_weights import RowSharding, copy_share, described, whole_tensor
+from .sharded_weights import described
+from .tensor_owners import Shard, Shares, copy_shares, shares_of, whole_tensors
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
 # Of a group of parameters; the schedule sets lr and weight decay.
-_FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps", "default_config")
+_FROM_FLAGS = ("max_lr", "min_lr", "betas", "eps", "default_config", "lr", "weight_decay")
 
 
-def sharded_optimizer(
-    optimizer: MegatronOptimizer, model: list[DataParallel], weights: dict[str, Any], loading: bool
-) -> dict[str, Any]:
-    """The optimizer's state dict for megatron-core's dist_checkpointing, to save or to load. Every rank calls this.
-
-    `weights` is the state dict of the model chunks.
-    """
-    _prime_adam(optimizer)
-    if _has_buckets(optimizer, model):
-        _count_bucket_padding(model)
-        given = _values_of_flags(optimizer)
-        sharded = _sharded_buckets(optimizer, weights, loading)
-        _give_back(optimizer, given)  # to load, megatron-core mixes up the groups of --decoupled-lr and others
-        return sharded
+def sharded_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], loading: bool) -> dict[str, Any]:
+    """The optimizer's state dict for megatron-core's dist_checkpointing, to save or to load. Every rank calls this."""
     parts = _parts(optimizer)
+    for part in parts:
+        _prime_adam(part)
+    states = {}
+    weights = _weights_with_states(parts, model)
+    for kind in _KINDS:
+        wholes = whole_tensors([weight.shard(kind) for weight in weights], torch.float32, loading)
+        for weight, whole in zip(weights, wholes, strict=True):
+            if whole is not None:  # no dict for each weight: megatron-core warns if ranks have other dicts
+                states[f"{weight.name}.{kind}"] = _entry(weight, kind, whole)
+    step = max(_step(part) for part in parts)
     groups = []
     for part in parts:
-        groups += [_without_parameters(group) | {"step": _step(part)} for group in part.optimizer.param_groups]
-    states = {}
-    for number, chunk in enumerate(model):
-        for name, entry, parameter, rows in described(chunk):
-            for kind, tensor in _states(parts, parameter).items():
-                sharded_state = _sharded_state(entry, kind, tensor, rows, loading)
-                if sharded_state:  # no dict for each weight: megatron-core warns if ranks have other dicts
-                    states[f"{number}.{name}.{kind}"] = sharded_state
-    kind = METADATA["distrib_optim_sharding_type"]
-    sharded = {"optimizer": {"param_groups": groups}, "param_state": states, "param_state_sharding_type": kind}
+        groups += [_plain(part, group) | {"step": step} for group in part.optimizer.param_groups]
+    sharding = METADATA["distrib_optim_sharding_type"]
+    sharded = {"optimizer": {"param_groups": groups}, "param_state": states, "param_state_sharding_type": sharding}
     if scaler := getattr(parts[0], "grad_scaler", None):
         sharded["grad_scaler"] = scaler.state_dict()
     return sharded
@@ -56,168 +50,161 @@ def sharded_optimizer(
 
 def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], loaded: dict[str, Any]) -> None:
     """Restore the optimizer from a loaded state dict. Values that flags set stay as the flags of this run set them."""
-    if not loaded.get("grad_scaler"):  # a constant scale has no state: a dynamic one starts as flags say
-        loaded = {name: value for name, value in loaded.items() if name != "grad_scaler"}
-    if _has_buckets(optimizer, model):
-        _load_buckets(optimizer, loaded)
-        return
     parts = _parts(optimizer)
-    for number, chunk in enumerate(model):
-        for name, _, parameter, rows in described(chunk):
-            for kind, tensor in _states(parts, parameter).items():
-                copy_share(tensor, loaded["param_state"].get(f"{number}.{name}.{kind}"), rows)
+    weights = _weights_with_states(parts, model)
+    for kind in _KINDS:
+        wholes = [loaded["param_state"].get(f"{weight.name}.{kind}") for weight in weights]
+        copy_shares([weight.shard(kind) for weight in weights], wholes, torch.float32)
     step = loaded["optimizer"]["param_groups"][0]["step"]
     for part in parts:
-        for state in part.optimizer.state.values():
-            if "step" in state:
-                state["step"] = torch.tensor(float(step))
-        for group in part.optimizer.param_groups:
-            if "step" in group:  # Transformer Engine's and Apex's Adam count steps here
-                group["step"] = int(step)
-        if getattr(part, "grad_scaler", None) and "grad_scaler" in loaded:
+        _set_step(part, step)
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            _copy_to_device(part.optimizer)
+        if getattr(part, "grad_scaler", None) and loaded.get("grad_scaler"):  # a constant scale has no state
             part.grad_scaler.load_state_dict(loaded["grad_scaler"])
 
 
-# --------------------------------------------------------------------------------- weights with a state of their own
+# ------------------------------------------------------------------------------------------------ states of weights
 
 
-def _has_buckets(optimizer: MegatronOptimizer, model: list[DataParallel]) -> bool:
-    """Whether it is megatron-core's distributed optimizer on DDP, which shards buckets of many weights."""
-    return isinstance(_parts(optimizer)[0], DistributedOptimizer) and isinstance(model[0], DistributedDataParallel)
+class _Weight(NamedTuple):
+    """A weight: its name in `param_state`, its entry in checkpoints, this rank's share of its states, and its shares.
+
+    `shares` is None if each rank has the whole states.
+    """
+
+    name: str
+    entry: ShardedBase
+    parameter: torch.nn.Parameter
+    states: dict[str, Tensor]
+    shares: Shares | None
+
+    def shard(self, kind: str) -> Shard:
+        """The shard of one kind of state: "param" is the float32 copy of the weight, or the weight itself."""
+        return Shard(self.states[kind], self.parameter.shape, self.shares)
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def _weights_with_states(parts: list[MegatronOptimizer], model: list[DataParallel]) -> list[_Weight]:
+    """All weights that the optimizer updates. All ranks call it."""
+    in_buckets = isinstance(parts[0], DistributedOptimizer) and isinstance(model[0], DistributedDataParallel)
+    weights = []
+    for number, chunk in enumerate(model):
+        for name, entry, parameter, shares in described(chunk):
+            states = {} if in_buckets else _states_of_weight(parts, parameter)
+            weights.append(_Weight(f"{number}.{name}", entry, parameter, states, shares))
+    return _shared_in_buckets(parts, weights) if in_buckets else weights
+
+
+def _states_of_weight(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> dict[str, Tensor]:
+    """The optimizer's states of a weight; with FSDP, of this rank's rows."""
+    main = getattr(parameter, "main_param", parameter)
+    part = next(part for part in parts if main in part.optimizer.state)
+    return _states_of(part, main)
+
+
+def _states_of(part: MegatronOptimizer, main: Tensor) -> dict[str, Tensor]:
+    """The states of what the optimizer updates: a weight, its float32 copy, or numbers of either."""
+    state = part.optimizer.state[main]
+    copy = state.get("master_param", main)  # of an optimizer in host memory
+    return {"param": copy, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+
+def _shared_in_buckets(parts: list[DistributedOptimizer], weights: list[_Weight]) -> list[_Weight]:
+    """The same weights with their states. megatron-core's distributed optimizer shards buckets of many weights."""
+    groups: dict[torch.nn.Parameter, dist.ProcessGroup] = {}
+    states: dict[torch.nn.Parameter, dict[str, Tensor]] = {}
+    for part in parts:
+        for buffer in part.buffers:
+            groups |= dict.fromkeys(buffer.param_index_map, part.data_parallel_group)
+        for parameter, main in _numbers_in_buckets(part).items():
+            states[parameter] = _states_of(part, main)
+    nothing = dict.fromkeys(_KINDS, torch.empty(0))
+    found = [weight._replace(states=states.get(weight.parameter, nothing)) for weight in weights]
+    shares = shares_of([(groups[weight.parameter], weight.states["param"].numel()) for weight in found])
+    return [weight._replace(shares=of_weight) for weight, of_weight in zip(found, shares, strict=True)]
+
+
+def _numbers_in_buckets(part: DistributedOptimizer) -> dict[torch.nn.Parameter, Tensor]:
+    """This rank's numbers of each weight of which it has some: what the optimizer updates."""
+    found: dict[torch.nn.Parameter, Tensor] = {}
+    for weights, updated in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
+        found |= dict(zip(weights, updated, strict=True))
+    halves = zip(part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+    for weights, numbers, copies in halves:
+        for weight, own, copy in zip(weights, numbers, copies, strict=True):
+            found[weight] = own if copy is None else copy  # None if the optimizer itself has it
+    return found
+
+
+def _entry(weight: _Weight, kind: str, whole: Tensor) -> ShardedBase:
+    """The entry of a state in checkpoints."""
+    changes: dict[str, Any] = {"key": f"optimizer.state.{kind}.{weight.entry.key}", "data": whole}
+    if isinstance(weight.entry, ShardedTensor):
+        changes["dtype"] = torch.float32
+    return weight.shares.owned(weight.entry, **changes) if weight.shares else replace(weight.entry, **changes)
+
+
+# ------------------------------------------------------------------------------------------------ kinds of optimizers
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers of megatron-core: one, or another one for sharded experts."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _states(parts: list[MegatronOptimizer], parameter: torch.nn.Parameter) -> dict[str, Tensor]:
-    """The optimizer's state of a weight, and its float32 copy; with FSDP, this rank's rows."""
-    main = getattr(parameter, "main_param", parameter)
-    state = next(part.optimizer.state[main] for part in parts if main in part.optimizer.state)
-    return {"param": main, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+def _adams(part: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """What updates: several with an optimizer in host memory."""
+    adam = part.optimizer
+    return adam.sub_optimizers if isinstance(adam, HybridDeviceOptimizer) else [adam]
 
 
-def _sharded_state(
-    entry: ShardedBase, kind: str, tensor: Tensor, rows: RowSharding | None, loading: bool
-) -> ShardedBase | None:
-    """The state of a weight whose entry in checkpoints is `entry`; None if another rank owns it."""
-    whole = whole_tensor(tensor, rows, torch.float32, loading)
-    if whole is None:
-        return None
-    changes: dict[str, Any] = {"key": f"optimizer.state.{kind}.{entry.key}", "data": whole}
-    if isinstance(entry, ShardedTensor):
-        changes["dtype"] = torch.float32
-    return rows.owned(entry, **changes) if rows else replace(entry, **changes)
+def _prime_adam(part: MegatronOptimizer) -> None:
+    """Give every weight states, if there are none yet. PyTorch's Adam creates them at the first step."""
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        prime_offloaded(part.optimizer)
+        return
+    part.init_state_fn(part.optimizer, part.config)
+    if isinstance(part.optimizer, torch.optim.Adam):
+        for state, step in with_steps(part.optimizer, 0.0):
+            state.setdefault("step", step)
 
 
 def _step(part: MegatronOptimizer) -> float:
     """The number of updates so far. A rank without rows of a weight does not count the updates of that weight."""
-    states = [state["step"].item() for state in part.optimizer.state.values() if "step" in state]
-    return max(states + [group.get("step", 0) for group in part.optimizer.param_groups])
+    steps = [0.0]
+    for adam in _adams(part):
+        steps += [state["step"].item() for state in adam.state.values() if "step" in state]
+        steps += [group.get("step", 0) for group in adam.param_groups]
+    return max(steps)
 
 
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-# ------------------------------------------------------------------------------------------------------- buckets
-
-
-def _sharded_buckets(optimizer: MegatronOptimizer, weights: dict[str, Any], loading: bool) -> dict[str, Any]:
-    """The state of one optimizer, even if sharded experts have a separate optimizer."""
-    parts = []
-    for part in _parts(optimizer):
-        sharded = part.sharded_state_dict(weights, is_loading=loading, metadata=METADATA)
-        for group, name in product(sharded["optimizer"]["param_groups"], _settings_of_offloading(part)):
-            group.pop(name, None)
-        parts.append(sharded)
-    if len(parts) == 1:
-        return parts[0]
-    groups = [group for part in parts for group in part["optimizer"]["param_groups"]]
-    states = {number: part["param_state"] for number, part in enumerate(parts)}
-    return {**parts[0], "optimizer": {**parts[0]["optimizer"], "param_groups": groups}, "param_state": states}
-
-
-def _count_bucket_padding(model: list[DataParallel]) -> None:
-    # megatron-core gathers the optimizer's buckets without the padding between them, then slices parameters at
-    # offsets that include it. Values after a padded bucket are wrong. Gathering the padding too makes them right.
-    for buffer in (buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
-        for bucket in buffer.buckets:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = buffer.numel
-
-
-def _prime_adam(optimizer: MegatronOptimizer) -> None:
-    # PyTorch's Adam creates its step counts at the first step. megatron-core reads them before that.
-    for part in _parts(optimizer):
-        if isinstance(part.optimizer, HybridDeviceOptimizer):
-            prime_offloaded(part.optimizer)
+def _set_step(part: MegatronOptimizer, step: float) -> None:
+    for adam in _adams(part):
+        if not isinstance(adam, torch.optim.Adam):  # Transformer Engine's and Apex's count in groups
+            for group in adam.param_groups:
+                group["step"] = int(step)
             continue
-        part.init_state_fn(part.optimizer, part.config)
-        for parameter_state in part.optimizer.state.values() if _is_torchs(part) else ():
-            parameter_state.setdefault("step", torch.tensor(0.0))
+        for state, own in with_steps(adam, step):
+            state["step"] = own
 
 
-def _settings_of_offloading(part: MegatronOptimizer) -> set[str]:
-    """The entries of a group of parameters that only an offloaded optimizer has."""
-    adam = part.optimizer
-    return {*adam.defaults} - {*_FROM_FLAGS, "lr", "weight_decay"} if isinstance(adam, HybridDeviceOptimizer) else set()
+def with_steps(adam: torch.optim.Adam, step: float) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """The state of each weight of PyTorch's Adam, and a tensor with its step count, where its kernel reads that."""
+    for group in adam.param_groups:
+        on_device = group["fused"] or group["capturable"]
+        for updated in group["params"]:
+            yield adam.state[updated], torch.tensor(float(step), device=updated.device if on_device else "cpu")
 
 
-def _load_buckets(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> None:
-    parts = _parts(optimizer)
-    given = _values_of_flags(optimizer)
-    both = []
-    # Saved without sharded experts: their optimizer has the parameter groups of the other weights.
-    for shared in (False, True):
-        # megatron-core 0.19 also compares the learning rates of groups, so each saved group gets those of now.
-        for now, group in product(given, loaded["optimizer"]["param_groups"]):
-            both.append(group | now | {"is_expert_parallel": shared})
-    for number, part in enumerate(parts):
-        states = loaded["param_state"] if len(parts) == 1 else loaded["param_state"][number]
-        copied = [dict(group) for group in both]
-        _load_part(part, {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": copied}}, states)
-    _give_back(optimizer, given)  # megatron-core until 0.18 restored the saved values, and the schedule would use them
+def _copy_to_device(adam: HybridDeviceOptimizer) -> None:
+    """Copy the weights that an optimizer in host memory has there to the device."""
+    for numbers, state in adam.state.items():
+        numbers.data.copy_(state["master_param"])
 
 
-def _values_of_flags(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """What flags set in each group of parameters."""
-    names = {*_FROM_FLAGS, *_settings_of_offloading(_parts(optimizer)[0])}
-    given = []
-    for group in optimizer.param_groups:
-        given.append({name: value for name, value in group.items() if name in names})
-    return given
-
-
-def _give_back(optimizer: MegatronOptimizer, given: list[dict[str, Any]]) -> None:
-    for group, values in zip(optimizer.param_groups, given, strict=True):
-        group.update(values)
-
-
-def _load_part(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:
+def _plain(part: MegatronOptimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """A group of parameters without the parameters, and without what only an optimizer in host memory has."""
+    left_out = {"params"}
     if isinstance(part.optimizer, HybridDeviceOptimizer):
-        _load_offloaded(part, loaded, per_parameter)
-        return
-    if not _is_torchs(part):
-        part.load_state_dict({**loaded, "param_state": per_parameter})
-        return
-    part.load_state_dict({name: value for name, value in loaded.items() if name != "param_state"})
-    states = part.optimizer.state.values()
-    steps = [state.pop("step") for state in states]
-    # megatron-core restores every entry of a state, but has no step per parameter
-    part.load_parameter_state_from_fully_reshardable(per_parameter)
-    for state, step in zip(states, steps, strict=True):
-        state["step"] = step.clone()  # it restored one shared tensor, which every parameter would advance
-
-
-def _load_offloaded(part: MegatronOptimizer, loaded: dict[str, Any], per_parameter: dict[int, Any]) -> None:
-    part.load_state_dict({**loaded, "param_state": per_parameter})
-    for state in part.optimizer.state.values():
-        for name, tensor in state.items():
-            state[name] = tensor.clone()  # it is a view of all ranks' rows, or the step of all weights
-    for group in part.optimizer.param_groups:
-        group.pop("step", None)  # which would set back the step of weights on the GPU in each step
-
-
-def _is_torchs(part: MegatronOptimizer) -> bool:
-    return isinstance(part.optimizer, torch.optim.Adam)
+        left_out |= {*part.optimizer.defaults} - {*_FROM_FLAGS}
+    return {name: value for name, value in group.items() if name not in left_out}

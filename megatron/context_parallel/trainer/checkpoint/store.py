@@ -162,7 +162,8 @@ def loadable_checkpoints(args: Flags) -> tuple[list[Path], str | None]:
     if wanted is None:
         order = there[::-1]
     else:
-        order = [wanted, *[n for n in there[::-1] if n < wanted], *[n for n in there[::-1] if n > wanted]]
+        before, after = [n for n in there if n < wanted], [n for n in there if n > wanted]
+        order = [wanted, *before[::-1], *after[::-1]]
     return [existing(args.load, iteration) for iteration in order], fault
 
 

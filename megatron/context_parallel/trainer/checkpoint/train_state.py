@@ -47,7 +47,7 @@ def sharded_state(state: TrainState, *, optimizer: bool, generators: bool, loadi
     """The state dict of `state` for megatron-core's dist_checkpointing, to save or to load. Every rank calls this."""
     sharded: dict[str, Any] = {f"model{i}": sharded_weights(chunk, loading) for i, chunk in enumerate(state.model)}
     if optimizer:
-        sharded["optimizer"] = sharded_optimizer(state.optimizer, state.model, sharded, loading)
+        sharded["optimizer"] = sharded_optimizer(state.optimizer, state.model, loading)
     if generators:
         rank, world = dist.get_rank(), dist.get_world_size()
         sharded["rng"] = ShardedObject("rng", _generators(), (world,), (rank,))

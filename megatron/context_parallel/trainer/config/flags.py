@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.layer_list import layer_list_text
+from megatron.context_parallel.cluster.step.train_config import SHARDING
 
 from .context_parallel_flags import ContextParallel
 from .expert_flags import Experts
@@ -352,7 +353,7 @@ class Distributed(FlagSection, title="distributed"):
     data_parallel_sharding_strategy: str = flag(
         "what to shard: optimizer (ZeRO 1), also gradients (ZeRO 2), also weights (ZeRO 3)",
         "no_shard",
-        choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        choices=SHARDING,
         example="optim_grads_params",
         needs="use_megatron_fsdp",
     )

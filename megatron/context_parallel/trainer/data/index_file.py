@@ -29,9 +29,9 @@ class TokenFile:
                 return start + at, int(part[at])
         return None
 
-    def sequence_at(self, place: int) -> int:
-        """The number of the sequence with the token at index `place`."""
-        return int(numpy.searchsorted(numpy.cumsum(self.lengths, dtype=numpy.int64), place, side="right"))
+    def sequence_at(self, index: int) -> int:
+        """The number of the sequence with the token at index `index`."""
+        return int(numpy.searchsorted(numpy.cumsum(self.lengths, dtype=numpy.int64), index, side="right"))
 
 
 def open_tokens(prefix: str) -> TokenFile:

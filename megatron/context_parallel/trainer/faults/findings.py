@@ -41,7 +41,7 @@ class Finding:
     """A finding. Findings are reported in the order of their kind, then in the order of computation."""
 
     kind: Kind
-    place: int  # index of the micro batch, or of the parameter in the backward pass
+    index: int  # of the micro batch, or of the parameter in the backward pass
     rank: int
     text: str
 
@@ -102,15 +102,15 @@ class Findings:
         """Record findings about values that are not finite, and about loss spikes."""
         args = self.args
         rank = dist.get_rank()
-        for place, (name, value) in enumerate(self.values.items()):
+        for index, (name, value) in enumerate(self.values.items()):
             is_loss = name.startswith("loss")
             if args.check_for_nan_in_loss_and_grad and not math.isfinite(value):
                 kind = Kind.LOSS if is_loss else Kind.GRADIENT
-                self.found.append(Finding(kind, place, rank, f"{name} is {value}"))
+                self.found.append(Finding(kind, index, rank, f"{name} is {value}"))
             if args.check_for_spiky_loss and is_loss and self._is_spike(value):
                 largest = self.machine.max_values["loss"]
                 text = f"{name} is {value:.6f}, at least {SPIKE} times the largest of the first 100, {largest:.6f}"
-                self.found.append(Finding(Kind.SPIKE, place, rank, text))
+                self.found.append(Finding(Kind.SPIKE, index, rank, text))
 
     def _is_spike(self, loss: float) -> bool:
         return self.machine.is_unexpectedly_large(torch.tensor(loss), SPIKE, "loss")

@@ -1,4 +1,4 @@
-"""The attention of decode rows over runs of cached keys: a call for each row and run, on any device."""
+"""The attention of decode rows over ranges of cached keys: a call for each row and range, on any device."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .decode_rows import DecodeRows
 from .heads import Heads
 
 
-class DecodeRuns:
+class DecodeRanges:
     """Computes the partial output of each row over the keys of this rank, and merges those of this rank's rows.
 
     Args:
