@@ -129,6 +129,7 @@ def refusals() -> list[str]:
         lambda: block_spec(config(qk_l2_norm=True), how["cp"], 2),
         lambda: block_spec(config(num_moe_experts=2, moe_layer_freq=[1, 0]), how["cp"], 2),
         lambda: block_spec(config(num_moe_experts=2, transformer_impl="transformer_engine"), how["cp"], 2),
+        lambda: block_spec(config(transformer_impl="inference_optimized", add_bias_linear=False), how["cp"], 2),
     ]
     messages = []
     for attempt in tries:
@@ -152,6 +153,7 @@ def test_what_attention_and_layers_cannot_do_is_refused(ranks):
         "qk_l2_norm True: block_spec has no such layers; give False",
         "moe_layer_freq [1, 0]: block_spec gives all layers experts; give 1",
         "num_moe_experts 2: block_spec has none with transformer_impl 'transformer_engine'; give transformer_impl 'loc",
+        "transformer_impl inference_optimized: give local or transformer_engine",
     ]
     assert all(word in message for word, message in zip(wanted, messages, strict=True)), messages
 

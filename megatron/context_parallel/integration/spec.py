@@ -256,6 +256,8 @@ def block_spec(
 
 def _check_layers(config: TransformerConfig) -> None:
     """Raises UsageError for layers that would be built as if a field of the configuration were not set."""
+    if config.transformer_impl not in ("local", "transformer_engine"):
+        raise UsageError(f"transformer_impl {config.transformer_impl}: give local or transformer_engine")
     for name, value in PLAIN.items():
         if (given := getattr(config, name, value)) not in (value, None):
             raise UsageError(f"{name} {given}: block_spec has no such layers; give {value}")

@@ -1,6 +1,6 @@
 """Random models trained in random parallel layouts: losses and gradient norms are those of one rank.
 
-    python -m tests.campaigns.trainings --seconds 60 --seed 1
+    python -m tests.campaigns.random_trainings --seconds 60 --seed 1
 
 A case is a command line: a model, documents, a parallel layout, a strategy, and what is recomputed, sharded and moved.
 Three steps on 2 to 4 ranks are compared with the same model and data on one rank, from the same weights. What a command
