@@ -183,12 +183,14 @@ def test_generation_does_not_wait_for_torch_either(tmp_path):
             f"--load runs --prompts-file {tmp_path}/empty.txt": "contains no prompts",
             "--load runs --prompt a --top-p 1.5": "--top-p 1.5: need a number, 0 or more, 1 at most",
             "--load runs --prompt a --temprature 1": "did you mean --temperature?",
+            "--load runs --prompt a --cp-strategy own.py:own": "--cp-strategy: not a flag of this command; inference",
             f"--load {tmp_path} --prompt a": "contains neither checkpoints of a run nor a HuggingFace model",
         },
         "run_text_generation_server": {
             "--port 70000 --load runs": "--port 70000: need a whole number, 0 or more, 65535 at most",
             f"--load runs --api-key-file {tmp_path}/none.txt": "none.txt: cannot be read",
             f"--load runs --api-key-file {tmp_path}/empty.txt": "contains no key",
+            "--load runs --context-parallel-size 4": "command; all ranks share the sequences",
         },
     }
     for program, mistakes in wrong.items():

@@ -108,18 +108,27 @@ def test_readers_import_nothing_slow():
 IMPORTED = "import sys, megatron.context_parallel.serving.reader, tests.support.chatty; print(*sys.modules)"
 
 
-def test_a_reader_whose_server_has_ended_before_it_was_ready_says_nothing():
-    done = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_reader_whose_server_has_ended_says_nothing():
+    for program in (LEFT_BEFORE_IT_WAS_READY, LEFT_WITH_AN_UNREAD_ANSWER):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
-LEFT_ALONE = """
+LEFT_BEFORE_IT_WAS_READY = """
 from multiprocessing import Pipe
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.serving.reader import _work
 ours, theirs = Pipe()
 ours.close()
 _work(theirs, ByteTokenizer(256), None)
+"""
+
+LEFT_WITH_AN_UNREAD_ANSWER = """
+import os
+from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from megatron.context_parallel.serving.reader import Reader
+assert Reader(ByteTokenizer(256), None)._pipe.poll(60)
+os._exit(0)
 """
 
 

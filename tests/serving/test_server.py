@@ -537,6 +537,11 @@ def test_when_a_rank_fails_whole_texts_and_streams_get_an_error():
         assert status == 200 and "a rank of the server failed" in last["error"]["message"]
 
 
+def test_a_server_without_a_request_yet_tells_its_free_cache():
+    worker = Worker(RankLoop(Engine(PlainSession(None, 100, 257), ByteTokenizer(256))), 8, Metrics("parrot"))
+    assert "cache_tokens_free 100.0" in str(worker.metrics.text())
+
+
 def test_an_error_of_a_pass_is_told_to_all_clients():
     worker = Worker(RankLoop(Engine(PlainSession(None, 100, 257), ByteTokenizer(256))), 8, Metrics("parrot"))
     outputs = []

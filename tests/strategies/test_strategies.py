@@ -308,6 +308,9 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
         ("{folder}/absent.py:own", "absent.py cannot be loaded (FileNotFoundError:"),
         ("{folder}/broken.py:own", "broken.py cannot be loaded (ZeroDivisionError: division by zero)"),
         ("{folder}/empty.py:own", "empty.py:own: unknown; choose one of allgather,"),
+        ("ring,ulysses", "--cp-strategy ring,ulysses: all layers have one strategy here; give one, such as ring"),
+        ("mesh:grid=2x2+ring*4", "--cp-strategy ring*4: all layers have one strategy here; give one, such as ring"),
+        ("{folder}/a.py:own*2,{folder}/b.py:own", "b.py:own: all layers have one strategy here; give one, such as /"),
     ],
 )
 def test_specs_that_name_nothing_are_refused(spec, message, tmp_path):

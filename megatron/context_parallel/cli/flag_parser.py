@@ -26,6 +26,7 @@ class FlagParser(Generic[Section]):
         usage: the arguments after its name, for `--help`.
         examples: the flags of working command lines, at the end of `--help`.
         foreign: flags of another program by option, which `--help` does not list.
+        instead: what to do instead of flags that a user of the other programs may expect, by option.
         torchrun: whether torchrun starts it.
         most_used: fields that plain `--help` lists, with the groups; `--help GROUP` lists a group, `--help all` all
             groups. Default: `--help` lists all.
@@ -42,6 +43,7 @@ class FlagParser(Generic[Section]):
         usage: str,
         examples: Sequence[str],
         foreign: Mapping[str, ForeignFlag] | None = None,
+        instead: Mapping[str, str] | None = None,
         torchrun: bool = False,
         most_used: Collection[str] = (),
     ) -> None:
@@ -54,7 +56,7 @@ class FlagParser(Generic[Section]):
         self.flags = declared.declared
         former = {"--" + flag.formerly.replace("_", "-"): flag for flag in self.flags.values() if flag.formerly}
         self.by_option = former | {flag.option: flag for flag in self.flags.values()}
-        self.foreign = foreign or {}
+        self.foreign, self.instead = foreign or {}, instead or {}
         self._parsers = dict[str, argparse.ArgumentParser]()
 
     def parse(self, argv: list[str] | None = None) -> Section:
@@ -193,9 +195,13 @@ class FlagParser(Generic[Section]):
 
     def explain_unknown(self, unknown: list[str], words: list[str]) -> tuple[str, bool]:
         """The errors about words that are neither flags nor values; and whether one of them is misspelled."""
-        wrong = []
+        owners = self._owners(unknown, words)
+        advised = [option for option in owners if option in self.instead]
+        wrong = [f"{option}: not a flag of this command; {self.instead[option]}" for option in advised]
         options = []
-        for option, following in self._owners(unknown, words).items():
+        for option, following in owners.items():
+            if option in advised:
+                continue
             if option in self.by_option or option in self.foreign:
                 works = f"; give {self.by_option[option].works}" if option in self.by_option else ""
                 wrong.append(f"{option}: followed by {' '.join(following)}, which is neither flag nor value{works}")
@@ -206,7 +212,7 @@ class FlagParser(Generic[Section]):
         nearest = [self._closest(option) for option in options]
         for option, near in zip(options, nearest, strict=True):
             wrong.append(f"{option}: unknown flag" + (f" (did you mean {near}?)" if near else ""))
-        if not all(nearest) or not options:
+        if not all(nearest) or not (options or advised):
             such = min(self.flags.values(), key=lambda flag: (flag.positional, not flag.required))
             how = "--help all" if self.most_used else "--help"
             wrong.append(f"{how} lists the flags, such as {such.option}")

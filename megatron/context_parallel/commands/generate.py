@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.generation.flags import Generate, check_prefill, with_limits
+from megatron.context_parallel.generation.flags import INSTEAD, Generate, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
@@ -29,6 +29,7 @@ PARSER = FlagParser(
         '--load runs/quickstart --prompt "def read" --max-new-tokens 64',
         "--load path/to/Llama-3.1-8B-Instruct --bf16 --interactive",
     ],
+    instead=INSTEAD,
     torchrun=True,
 )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron.context_parallel.cli.flag_parser import FlagParser
 from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
 from megatron.context_parallel.errors import UsageError
-from megatron.context_parallel.generation.flags import Serve, check_prefill, with_limits
+from megatron.context_parallel.generation.flags import INSTEAD, Serve, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
 from megatron.context_parallel.integration.huggingface.config import is_huggingface
 from megatron.context_parallel.progress import is_first_rank
@@ -24,6 +24,7 @@ PARSER = FlagParser(
     "Serve OpenAI's completions and chat completions.\nSIGTERM ends the server after the running texts have finished.",
     "--load DIR [flags]",
     ["--load runs/quickstart --dry-run", "--load path/to/Llama-3.1-8B-Instruct --bf16 --port 8000"],
+    instead=INSTEAD,
     torchrun=True,
 )
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")

@@ -89,6 +89,12 @@ def with_limits(args: Arguments, flags: TimeLimits) -> Arguments:
     )
 
 
+INSTEAD = {  # of the trainer's flags
+    "--cp-strategy": "inference has plans of its own, for checkpoints of every strategy; give --cp-prefill or nothing",
+    "--context-parallel-size": "all ranks share the sequences, but for --tensor-model-parallel-size; leave it out",
+}
+
+
 class Prompts(FlagSection, title="prompts"):
     prompt: list[str] | None = flag("prompts to complete", excludes="prompts_file interactive", example="def read")
     prompts_file: str | None = flag("file with one prompt per line", unit="FILE", excludes="interactive")

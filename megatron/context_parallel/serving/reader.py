@@ -121,15 +121,15 @@ def _work(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer.encode("a")  # imports libraries before memory is limited
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(BrokenPipeError):  # the server has ended; so does the first fork
+    with suppress(ConnectionError):  # the server has ended
         pipe.send(True)
-    while True:
-        if not (fork := os.fork()):
-            _serve(pipe, tokenizer, limits)
-        status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
-        if not status:  # the server has ended
-            return
-        pipe.send(status)
+        while True:
+            if not (fork := os.fork()):
+                _serve(pipe, tokenizer, limits)
+            status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+            if not status:  # the server has ended
+                return
+            pipe.send(status)
 
 
 def _serve(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> NoReturn:
@@ -140,7 +140,7 @@ def _serve(pipe: Connection, tokenizer: Tokenizer, limits: Limits) -> NoReturn:
         while True:
             kind, data, seconds = pipe.recv()
             pipe.send(_read_within(kind, data, seconds, tokenizer, limits))
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):  # reset, if the server left an answer unread
         status = 0
     finally:
         os._exit(status)

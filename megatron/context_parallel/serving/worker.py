@@ -43,6 +43,7 @@ class Worker:
         self._lock = threading.Lock()
         self._deliver: dict[str, Deliver] = {}
         self._arrived: queue.SimpleQueue[Request | Release | str] = queue.SimpleQueue()
+        self._show_state()
 
     # -- for the threads of the server ------------------------------------------------------------------------------
 
@@ -140,6 +141,10 @@ class Worker:
             self._hand_over(output)
         if engine.passes > before:
             self.metrics.passes.labels(getattr(engine.cache, "variant", "")).inc()
+        self._show_state()
+
+    def _show_state(self) -> None:
+        engine = self.loop.engine
         self.metrics.running.set(len(engine.running))
         self.metrics.waiting.set(len(engine.waiting))
         self.metrics.pinned.set(len(engine.pinned))

@@ -14,11 +14,10 @@ from itertools import groupby
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
 
-from .spec import AUTO, Choice, parse_spec
+from .spec import AUTO, BETWEEN_LAYERS, Choice, parse_spec
 
 COMM_TYPES = {"p2p": "ring", "all_gather": "allgather", "a2a": "ulysses"}  # Transformer Engine's names
 BOTH = "a2a+p2p"  # usp, with two hierarchical sizes
-_BETWEEN = re.compile(r",(?!\w+=)")
 _COUNTED = re.compile(r"(?P<spec>.+?)(\*(?P<count>[1-9][0-9]*))?", re.DOTALL)
 
 
@@ -34,7 +33,7 @@ def choose_by_layer(specs: str, layers: int, n: int | None = None, /, **options:
     Raises:
         UsageError: `parse_spec` rejects a spec, the number of layers differs, or no layout works with all of them.
     """
-    parts = [_COUNTED.fullmatch(part) for part in _BETWEEN.split(specs)]
+    parts = [_COUNTED.fullmatch(part) for part in BETWEEN_LAYERS.split(specs)]
     texts = [part["spec"] if part else "" for part in parts]
     counts = [int(part["count"] or 1) if part else 1 for part in parts]
     if texts == [specs]:

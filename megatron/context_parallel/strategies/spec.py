@@ -9,6 +9,7 @@ spec+spec                         mesh:grid=2x8+mesh:grid=4x4, the second for th
 
 import importlib
 import importlib.util
+import re
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +35,9 @@ COMMON = {
         Option("send partial outputs and gradients in the 16 bits of the model", name="partials_in_16_bits", kind=bool),
     )
 }
+
+BETWEEN_LAYERS = re.compile(r",(?!\w+=)")  # in a list by layer; after another comma an option follows
+_COUNT = re.compile(r"\*[1-9][0-9]*$")
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,11 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
         forward, backward = (parse_spec(part, n, **given) for part in text.split("+", 1))
         return replace(forward, for_backward=backward)
     else:
-        strategy, source, texts = _parse(str(spec))
+        try:
+            strategy, source, texts = _parse(text)
+        except UsageError:
+            _refuse_list(text)
+            raise
         _check_dashes(str(spec), strategy, texts)
         own = strategy.with_current_names(texts)
         if both := own.keys() & strategy.with_current_names(given).keys():
@@ -185,6 +193,13 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:
             "such as my_file.py:my_strategy or my_module:my_strategy (or an entry point of your package)"
         )
     return STRATEGIES[name], source, texts
+
+
+def _refuse_list(spec: str) -> None:
+    """Raises UsageError for a list by layer (`by_layer.py`)."""
+    one = _COUNT.sub("", BETWEEN_LAYERS.split(spec)[0])
+    if one != spec:
+        raise UsageError(f"--cp-strategy {spec}: all layers have one strategy here; give one, such as {one}") from None
 
 
 def _load(source: str, spec: str) -> None:
