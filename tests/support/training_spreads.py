@@ -17,24 +17,21 @@ OFFLOADED = {"offload_checkpoints": True, "offload_kept": True}
 LOSS_IN_CHUNKS = {"cross_entropy_chunk_size": 6}  # divides no number of tokens here
 MLP_IN_CHUNKS = {"mlp_chunks_for_training": 3}
 
+CONTEXT_FIRST = {"head_parallel_size": 2, "placement": "context-first"}
+
 SPREADS = {  # name: families that the tests train, ranks, arguments
-    "cp2": ("llama", 2, {CP: 2}),
+    "cp2": ("", 2, {CP: 2}),
     "cp4": ("", 4, {CP: 4} | LOSS_IN_CHUNKS),
-    **{
-        f"cp4 {name} {options}": ("llama", 4, {CP: 4, "cp_strategy": name, "cp_layout": layout, "cp_options": options})
-        for name, layout, options in (
-            ("lightseq", "contiguous", {}),
-            ("mesh", "cyclic", {}),
-            ("loongtrain", "zigzag", {"head_parallel_size": 2, "placement": "context-first"}),
-        )
-    },
+    "cp4 lightseq": ("llama", 4, {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous"}),
+    "cp4 mesh": ("", 4, {CP: 4, "cp_strategy": "mesh", "cp_layout": "cyclic"}),
+    "cp4 loongtrain": ("llama", 4, {CP: 4, "cp_strategy": "loongtrain", "cp_options": CONTEXT_FIRST}),
     "cp2 tp2": ("sinks", 4, {CP: 2, TP: 2} | LOSS_IN_CHUNKS),
     "cp2 tp2 sequence parallel": (
         "gpt3",
         4,
         LOSS_IN_CHUNKS | MLP_IN_CHUNKS | {CP: 2, TP: 2, "sequence_parallel": True},
     ),
-    "cp2 pp2": ("gpt3", 4, {CP: 2, PP: 2} | LOSS_IN_CHUNKS),
+    "cp2 pp2": ("", 4, {CP: 2, PP: 2} | LOSS_IN_CHUNKS),
     "cp2 pp2 interleaved": ("llama", 4, INTERLEAVED),
     "cp2 dp2": ("", 4, {CP: 2}),
     "cp2 dp2 replicated optimizer": ("llama", 4, {CP: 2, "use_distributed_optimizer": False}),
@@ -43,7 +40,7 @@ SPREADS = {  # name: families that the tests train, ranks, arguments
         4,
         {CP: 2, "overlap_grad_reduce": True, "overlap_param_gather": True} | LOSS_IN_CHUNKS | MLP_IN_CHUNKS,
     ),
-    "cp2 recomputed": ("llama", 2, RECOMPUTED | MLP_IN_CHUNKS),
+    "cp2 recomputed": ("", 2, RECOMPUTED | MLP_IN_CHUNKS),
     "cp2 outputs kept": ("", 2, RECOMPUTED | ALL_KEPT),
     "cp2 pp2 outputs kept": ("llama", 4, RECOMPUTED | ALL_KEPT | OFFLOADED | {PP: 2}),
     "cp4 heads, attention kept": (
