@@ -69,7 +69,7 @@ class CompiledRotation(torch.autograd.Function):
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _compiled(rotation)(t, cos, sin, interleaved)
+        return _compiled(rotation)(t.detach(), cos, sin, interleaved)  # one compilation, whether t needs gradients
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
