@@ -129,8 +129,11 @@ def test_every_stage_is_right_and_runs_to_its_end(host, tmp_path):
     trained = [row for row in lines if row.get("table") == "training"]
     assert {(row["iterations"], row["verdict"]) for row in trained} == {(2, "PASS")}
     assert [(row["dtype"], row["sharding"]) for row in trained] == [
-        ("float32", "none"), ("bfloat16", "none"), ("float32", "use-distributed-optimizer"), ("float32", "use-torch-fsdp2")
-    ]  # fmt: skip
+        ("float32", "none"),
+        ("bfloat16", "none"),
+        ("float32", "use-distributed-optimizer"),
+        ("float32", "use-torch-fsdp2"),
+    ]
     for table, tokens in (("step", 64), ("longest", 128)):
         rows = [row for row in lines if row.get("table") == table]
         assert [row["predicted from"] for row in rows] == ["dgx-h100"] * 3 + ["rates measured now"] * 3
