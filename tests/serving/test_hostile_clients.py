@@ -321,6 +321,7 @@ def test_a_server_whose_thread_cannot_start_is_not_left_running(monkeypatch):
 
 def test_connections_for_which_there_are_no_files_are_refused_at_the_start(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 40)  # open files; other tests leave some
     raised = []
     monkeypatch.setattr(resource, "setrlimit", lambda what, limits: raised.append(limits))
     with pytest.raises(
