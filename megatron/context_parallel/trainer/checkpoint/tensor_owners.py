@@ -67,7 +67,8 @@ def shares_of(counts: Sequence[tuple[dist.ProcessGroup, int]]) -> list[Shares]:
         of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(of_ranks, mine, group)
         owned = [0] * len(of_ranks)
-        for index, of_weight in zip(indices, torch.stack(of_ranks, dim=1).tolist(), strict=True):
+        of_weights = zip(indices, torch.stack(of_ranks, dim=1).tolist(), strict=True)
+        for index, of_weight in sorted(of_weights, key=lambda weight: -sum(weight[1])):  # large ones first, for balance
             owner = min(range(len(owned)), key=owned.__getitem__)
             owned[owner] += sum(of_weight)
             found[index] = Shares(group, of_weight, owner)
