@@ -7,10 +7,8 @@ to decoders, who read the rows of all ranks. Free pages are full of NaN. Each fa
 again (`--only`). The exit status is 1 if there is one.
 """
 
-import argparse
 import json
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -30,6 +28,7 @@ from megatron.context_parallel.inference.request import Request
 from megatron.context_parallel.inference.rules import Rules
 from megatron.context_parallel.inference.sampling import Token
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
+from tests.support.numbered_cases import numbered, read_flags
 from tests.support.ranks import Ranks
 from tests.support.session_case import VOCABULARY, poison, session, start
 
@@ -325,15 +324,10 @@ def _compare_rows(request: Request, parts: list[dict[int, Tensor]], whole: dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=60.0, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--only", type=int, help="only the engine of this number")
-    args = parser.parse_args()
-    ranks, counts, number = Ranks(RANKS), Counter[str](), args.only or 0
-    until = time.monotonic() + args.seconds
-    while time.monotonic() < until:
-        case = draw(Random(f"{args.seed} {number}"))
+    args = read_flags(__doc__.splitlines()[0], "engine")
+    ranks, counts = Ranks(RANKS), Counter[str]()
+    for again, random in numbered(args):
+        case = draw(random)
         try:
             counts["tokens"] += check(ranks, case)
             counts["engines"] += 1
@@ -341,10 +335,7 @@ def main() -> int:
             counts["handoffs"] += sum(map(len, case.released.values()))
         except AssertionError as error:
             counts["failed"] += 1
-            print(f"--seed {args.seed} --only {number}: {error}: {case}", flush=True)
-        number += 1
-        if args.only is not None:
-            break
+            print(f"{again}: {error}: {case}", flush=True)
     ranks.close()
     print(", ".join(f"{counts[name]} {name}" for name in ("engines", "requests", "handoffs", "tokens", "failed")))
     return int(counts["failed"] > 0)

@@ -8,11 +8,9 @@ line cannot combine is refused in one line. Each failure prints the number that 
 status is 1 if there is one, or if most cases were refused.
 """
 
-import argparse
 import re
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from random import Random
 
 from tests.support import flags_case
 from tests.support.data_case import corpus
+from tests.support.numbered_cases import numbered, read_flags
 from tests.support.ranks import Ranks
 from tests.support.training_case import Recorder
 
@@ -203,27 +202,19 @@ def _difference(run: Recorder, one: Recorder) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=60.0, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--only", type=int, help="only the run of this number")
-    args = parser.parse_args()
-    ranks, counts, refusals, number = Ranks(RANKS), Counter[str](), Counter[str](), args.only or 0
-    until = time.monotonic() + args.seconds
+    args = read_flags(__doc__.splitlines()[0], "run")
+    ranks, counts, refusals = Ranks(RANKS), Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         data = corpus(Path(folder))
-        while time.monotonic() < until:
-            case = draw(Random(f"{args.seed} {number}"))
+        for again, random in numbered(args):
+            case = draw(random)
             wrong = check(ranks, case, data)
             counts["runs"] += 1
             if wrong.startswith("refused: "):
                 refusals[wrong] += 1
             elif wrong:
                 counts["failed"] += 1
-                print(f"--seed {args.seed} --only {number}: {wrong}: {case}", flush=True)
-            number += 1
-            if args.only is not None:
-                break
+                print(f"{again}: {wrong}: {case}", flush=True)
     ranks.close()
     for why, count in refusals.most_common():
         print(f"{count} {why}")

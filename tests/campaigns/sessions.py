@@ -8,9 +8,7 @@ small: then a pass is refused on all ranks, and changes nothing. Each failure pr
 (`--only`). The exit status is 1 if there is one.
 """
 
-import argparse
 import sys
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +24,7 @@ from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
 from megatron.context_parallel.trainer.model.build import _quick_gelu as quick_gelu
+from tests.support.numbered_cases import numbered, read_flags
 from tests.support.ranks import Ranks
 from tests.support.session_case import VOCABULARY, model, poison, session, start
 
@@ -305,15 +304,12 @@ def too_far(case: Case, error: float, apart: float) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=60.0, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--only", type=int, help="only the session of this number")
-    args = parser.parse_args()
+    args = read_flags(__doc__.splitlines()[0], "session")
     ranks, largest, most_apart, rows, failed = Ranks(RANKS), Counter[str](), 0.0, 0, 0
-    until, number = time.monotonic() + args.seconds, args.only or 0
-    while time.monotonic() < until:
-        case = draw(Random(f"{args.seed} {number}"))
+    sessions = 0
+    for again, random in numbered(args):
+        case = draw(random)
+        sessions += 1
         form = case.how["kv_cache_dtype"]
         try:
             error, apart, count = check(ranks, case)
@@ -325,13 +321,10 @@ def main() -> int:
             wrong = str(error)
         if wrong:
             failed += 1
-            print(f"--seed {args.seed} --only {number}: {wrong}: {case}", flush=True)
-        number += 1
-        if args.only is not None:
-            break
+            print(f"{again}: {wrong}: {case}", flush=True)
     ranks.close()
     errors = ", ".join(f"{form} {error:.1e}" for form, error in sorted(largest.items()))
-    print(f"{number - (args.only or 0)} sessions, {rows} rows of logits, {failed} failed")
+    print(f"{sessions} sessions, {rows} rows of logits, {failed} failed")
     print(f"largest errors: {errors}; in 8 bits from one rank {most_apart:.1e}")
     return int(failed > 0)
 
