@@ -38,6 +38,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     gc.enable()
     if any("ranks" in item.fixturenames for item in session.items) and not session.config.option.collectonly:
         from tests.support.ranks import Ranks

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,25 @@ def _begin() -> None:
     gc.disable()  # it would look at all that is imported, again and again
     atexit.register(os._exit, 0)  # the last of all: the interpreter's end would take seconds
     torch.set_num_threads(1)
+    _read_the_language_once()
+
+
+def _read_the_language_once() -> None:
+    """Triton reads all names of its language at each call of a function in a kernel, which takes a third of the time.
+
+    What the first call replaces in the language stays replaced.
+    """
+    from triton.runtime.interpreter import InterpretedFunction
+
+    first_call, called = InterpretedFunction.__call__, set()
+
+    def call(function: Any, *args: Any, **how: Any) -> Any:
+        if function in called:
+            return function.rewrite()(*args, **how)
+        called.add(function)
+        return first_call(function, *args, **how)
+
+    InterpretedFunction.__call__ = call
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """The common start and end of all programs."""
 
+import gc
 import logging
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import NoReturn
 
@@ -52,6 +54,17 @@ def ignore_warnings_of_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(megatron\.core|torch)\b")
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextmanager
+def imports() -> Iterator[None]:
+    """Imports without garbage collection, then or later, of what they made. It would take a sixth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def run_main(main: Callable[[], int | None], program: str | None = None) -> NoReturn:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries, imports
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.generation.flags import INSTEAD, Generate, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
@@ -43,9 +43,10 @@ def main(argv: list[str] | None = None) -> None:
     args = with_limits(model_arguments(flags), flags)
     announce(f"loading {flags.load} on {args.world_size} ranks")
     # These take seconds to import. Mistakes in flags are reported before.
-    from megatron.context_parallel.generation.generator import build_engine
-    from megatron.context_parallel.inference.rank_loop import RankLoop
-    from megatron.context_parallel.trainer.setup import distributed_job
+    with imports():
+        from megatron.context_parallel.generation.generator import build_engine
+        from megatron.context_parallel.inference.rank_loop import RankLoop
+        from megatron.context_parallel.trainer.setup import distributed_job
 
     with distributed_job(args):
         engine = build_engine(args, flags)

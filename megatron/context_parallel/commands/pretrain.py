@@ -7,7 +7,7 @@ if __name__ == "__main__":  # python -m; before the imports, which may need an e
 
 import logging
 
-from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries, imports
 from megatron.context_parallel.trainer.faults.lifetime import end_with_parent
 
 
@@ -15,7 +15,8 @@ def main(argv: list[str] | None = None) -> None:
     """Train, or with `--dry-run` only describe the run. Raises UsageError for invalid arguments."""
     ignore_warnings_of_libraries()
     end_with_parent()
-    from megatron.context_parallel.trainer.arguments.complete import parse_args
+    with imports():
+        from megatron.context_parallel.trainer.arguments.complete import parse_args
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron.context_parallel").setLevel(logging.INFO)
@@ -24,5 +25,6 @@ def main(argv: list[str] | None = None) -> None:
         from megatron.context_parallel.trainer.dry_run import describe as run
     else:
         announce(f"starting {args.world_size} ranks")
-        from megatron.context_parallel.trainer.training import pretrain as run
+        with imports():
+            from megatron.context_parallel.trainer.training import pretrain as run
     run(args)

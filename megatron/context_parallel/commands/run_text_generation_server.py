@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.context_parallel.cli.flag_parser import FlagParser
-from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries
+from megatron.context_parallel.cli.run_main import announce, ignore_warnings_of_libraries, imports
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.generation.flags import INSTEAD, Serve, check_prefill, with_limits
 from megatron.context_parallel.generation.model_source import model_arguments
@@ -46,18 +46,19 @@ def main(argv: list[str] | None = None) -> None:
         return
     announce(f"loading {flags.load} on {args.world_size} ranks")
     # These take seconds to import. Mistakes in flags are reported before.
-    from megatron.context_parallel.generation.generator import build_engine
-    from megatron.context_parallel.inference.rank_loop import RankLoop
-    from megatron.context_parallel.serving.app import Service, Settings
-    from megatron.context_parallel.serving.connections import Patience
-    from megatron.context_parallel.serving.handoff import serving_rows
-    from megatron.context_parallel.serving.hosts import names_of
-    from megatron.context_parallel.serving.listen import bind, serve_in_thread
-    from megatron.context_parallel.serving.metrics import Metrics
-    from megatron.context_parallel.serving.protocol import Limits
-    from megatron.context_parallel.serving.reader import reading
-    from megatron.context_parallel.serving.worker import Worker
-    from megatron.context_parallel.trainer.setup import distributed_job
+    with imports():
+        from megatron.context_parallel.generation.generator import build_engine
+        from megatron.context_parallel.inference.rank_loop import RankLoop
+        from megatron.context_parallel.serving.app import Service, Settings
+        from megatron.context_parallel.serving.connections import Patience
+        from megatron.context_parallel.serving.handoff import serving_rows
+        from megatron.context_parallel.serving.hosts import names_of
+        from megatron.context_parallel.serving.listen import bind, serve_in_thread
+        from megatron.context_parallel.serving.metrics import Metrics
+        from megatron.context_parallel.serving.protocol import Limits
+        from megatron.context_parallel.serving.reader import reading
+        from megatron.context_parallel.serving.worker import Worker
+        from megatron.context_parallel.trainer.setup import distributed_job
 
     with distributed_job(replace(args, exit_signal_handler=True)) as watch:
         engine = build_engine(args, flags, flags.max_model_len)
