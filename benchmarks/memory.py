@@ -17,7 +17,7 @@ from unittest.mock import patch
 from benchmarks import job
 from benchmarks.page import table_of, write_table
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries, run_main
-from megatron.context_parallel.cluster.step import memory
+from megatron.context_parallel.cluster.step import memory, moment
 from tools.netlab import Loopback
 
 RANK = Path(__file__).with_name("memory_rank.py")
@@ -91,14 +91,14 @@ GROUPS = {
     "weights": "weights and optimizer",
     "gradients": "weights and optimizer",
     "optimizer": "weights and optimizer",
-    memory.REDUCTION: "weights and optimizer",
+    moment.REDUCTION: "weights and optimizer",
     "Adam's own numbers": "weights and optimizer",
     "attention activations": "activations of attention",
     "kept outputs": "activations of attention",
     "MLP activations": "activations of the MLP",
-    memory.MLP: "activations of the MLP",
-    memory.LOGITS: "logits",
-    memory.BUFFERS: "chunks of attention",
+    moment.MLP: "activations of the MLP",
+    moment.LOGITS: "logits",
+    moment.BUFFERS: "chunks of attention",
 }
 
 
@@ -120,7 +120,7 @@ def row(name: str, malloc: dict[str, str]) -> list[str]:
     return [name, str(ranks), largest, expected.name, *shown, *ratios]
 
 
-def predicted(flags: list[str], ranks: int) -> memory.Moment:
+def predicted(flags: list[str], ranks: int) -> moment.Moment:
     """The fullest moment of the run with these flags of the trainer."""
     from megatron.context_parallel.trainer.arguments.complete import parse_args
     from megatron.context_parallel.trainer.config.workload import model_of, run_of

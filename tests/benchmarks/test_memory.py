@@ -4,7 +4,8 @@ import pytest
 from megatron.core import parallel_state
 
 from benchmarks import memory, memory_rank
-from megatron.context_parallel.cluster.step.memory import ATTENTION, MLP, OUTPUT, Moment, peak
+from megatron.context_parallel.cluster.step.memory import peak
+from megatron.context_parallel.cluster.step.moment import ATTENTION, MLP, OUTPUT, Moment
 from megatron.context_parallel.trainer import setup
 from megatron.context_parallel.trainer.arguments.complete import parse_args
 from megatron.context_parallel.trainer.config.workload import model_of, run_of

@@ -27,18 +27,9 @@ from megatron.context_parallel.cluster.step.attention_pass import (
 )
 from megatron.context_parallel.cluster.step.block_memory import BlockMemory
 from megatron.context_parallel.cluster.step.layer_time import LayerTime
-from megatron.context_parallel.cluster.step.memory import (
-    ATTENTION,
-    GRADIENTS,
-    MLP,
-    OUTPUT,
-    Moment,
-    fullest,
-    host_memory,
-    moments,
-    peak,
-)
+from megatron.context_parallel.cluster.step.memory import fullest, host_memory, moments, peak
 from megatron.context_parallel.cluster.step.model_shape import ModelShape
+from megatron.context_parallel.cluster.step.moment import ATTENTION, GRADIENTS, MLP, OUTPUT, Moment
 from megatron.context_parallel.cluster.step.step_time import forecast_step
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.trainer import training

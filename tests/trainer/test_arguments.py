@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.context_parallel import STRATEGIES
-from megatron.context_parallel.cluster.step.memory import OUTPUT, moments
+from megatron.context_parallel.cluster.step.memory import moments
+from megatron.context_parallel.cluster.step.moment import OUTPUT
 from megatron.context_parallel.commands.plan import read_flags as plan_flags
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.libraries import LIBRARIES

@@ -14,7 +14,8 @@ from megatron.context_parallel.cli.tables import show
 from megatron.context_parallel.cluster.description import TENSOR_SHARE, for_tensors, load_cluster
 from megatron.context_parallel.cluster.step.fit import advice
 from megatron.context_parallel.cluster.step.longest import longest_with_advice, shortest
-from megatron.context_parallel.cluster.step.memory import Moment, fullest, host_memory, peak
+from megatron.context_parallel.cluster.step.memory import fullest, host_memory, peak
+from megatron.context_parallel.cluster.step.moment import Moment
 from megatron.context_parallel.cluster.step.train_config import TrainConfig
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.strategies import distinct

@@ -6,8 +6,9 @@ from megatron.context_parallel.cluster.description import Cluster, for_tensors
 from megatron.context_parallel.errors import UsageError
 
 from .attention_pass import attention_seconds
-from .memory import Moment, fullest
+from .memory import fullest
 from .model_shape import ModelShape
+from .moment import Moment
 from .stage_time import BUBBLE, KINDS, PIPELINE, AttentionTime, StageTime
 from .train_config import TrainConfig
 

@@ -15,7 +15,8 @@ from megatron.context_parallel.cluster.search.layer_search import search_layers
 from megatron.context_parallel.cluster.search.planner import GroupDevices, search
 from megatron.context_parallel.cluster.search.step_search import workload_of
 from megatron.context_parallel.cluster.step.fit import advice
-from megatron.context_parallel.cluster.step.memory import ATTENTION, BUFFERS, fullest, moments
+from megatron.context_parallel.cluster.step.memory import fullest, moments
+from megatron.context_parallel.cluster.step.moment import ATTENTION, BUFFERS
 from megatron.context_parallel.errors import UsageError, raise_all
 from megatron.context_parallel.runtime.comm.first_rank import on_first_rank
 from megatron.context_parallel.strategies import AUTO, parse_spec
