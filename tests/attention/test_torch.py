@@ -85,6 +85,17 @@ def test_no_cuda_graph_of_pytorch_has_the_operators():
         assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
+def test_a_cuda_graph_with_documents_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x, cp = torch.randn(8, 1, 2, 4), AllRanks(2)
+    assert context_parallel_attention(x, x, x, cp).shape == x.shape
+    with pytest.raises(
+        UsageError, match=r"documents: a CUDA graph would keep those .*; leave attention out of the graph"
+    ):
+        context_parallel_attention(x, x, x, cp, documents=Documents(torch.arange(8) // 3))
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_kernels_run_where_their_tensors_are(spec, monkeypatch):
     """Triton launches on the current device. In a process with several GPUs it may be another one."""

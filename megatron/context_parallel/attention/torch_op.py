@@ -282,6 +282,10 @@ def _check_documents(
 ) -> None:
     if documents is None:
         return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "documents: a CUDA graph would keep those of the batch that it captures; leave attention out of the graph"
+        )
     if q_length != kv_length:
         raise UsageError(f"documents with {q_length} queries and {kv_length} keys: need queries and keys of one length")
     samples, length = documents.shape
