@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -76,6 +77,51 @@ def test_the_operator_is_what_pytorch_expects(spec):
     cp, (q, k, sinks) = AllRanks(4, spec), (*tensors(16, 1, 4, 4, count=2), torch.zeros(4, requires_grad=True))
     args = (q, k[:, :, :2], k[:, :, 2:], sinks, 0, cp.handle, True, [-1, -1], 0, 0.5, 0.0, 0)
     assert set(library.opcheck(ATTENTION, args).values()) == {"SUCCESS"}
+
+
+def test_no_cuda_graph_of_pytorch_has_the_operators():
+    """Its replay would skip what the host decides in a call, such as the documents of a batch."""
+    for operator in (ATTENTION, torch.ops.context_parallel.attention_backward.default):
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_a_cuda_graph_with_documents_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    x, cp = torch.randn(8, 1, 2, 4), AllRanks(2)
+    assert context_parallel_attention(x, x, x, cp).shape == x.shape
+    with pytest.raises(
+        UsageError, match=r"documents: a CUDA graph would keep those .*; leave attention out of the graph"
+    ):
+        context_parallel_attention(x, x, x, cp, documents=Documents(torch.arange(8) // 3))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_kernels_run_where_their_tensors_are(spec, monkeypatch):
+    """Triton launches on the current device. In a process with several GPUs it may be another one."""
+    now: list[torch.Tensor] = []
+    found = []
+
+    @contextmanager
+    def device_of(x):
+        now.append(x)
+        yield
+        now.pop()
+
+    class Watched(Reference):
+        def forward(self, *args):
+            found.append(len(now))
+            return super().forward(*args)
+
+        def backward(self, *args):
+            found.append(len(now))
+            return super().backward(*args)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    q, k, v = tensors(16, 1, 4, 4)
+    out = context_parallel_attention(q, k, v, AllRanks(4, spec), kernel=Watched())
+    torch.autograd.grad(out.sum(), (q, k, v))
+    assert set(found) == {1} and len(found) > 8
 
 
 def policy(context, op, *args, **kwargs) -> CheckpointPolicy:

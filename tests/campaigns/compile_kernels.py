@@ -1,4 +1,4 @@
-"""Compiles the position kernel and the paged kernel ahead of time, without a GPU, through the calls that launch them.
+"""Compiles our Triton kernels ahead of time, without a GPU, through the calls that launch them.
 
 python -m tests.campaigns.compile_kernels             # fails if a kernel spills, or takes too much memory
 python -m pytest tests/campaigns/compile_kernels.py   # a block and a decode step for one architecture
@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from megatron.context_parallel.kernels.delta_triton import output_with_fused
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges
+from megatron.context_parallel.kernels.merge_triton import merge_fused
 from megatron.context_parallel.kernels.paged import PagedKernel, Seen
 from megatron.context_parallel.kernels.paged.kernel import FP8
 from megatron.context_parallel.kernels.position import kernel as position
@@ -35,7 +36,11 @@ SCALAR_COPIES = 8  # a few for each loop; more when each thread copies all numbe
 
 
 # No matrix products, or of fewer rows than wgmma takes.
-WITHOUT_WGMMA = "by_head_kernel", "output_kernel", "few_rows_kernel", "merge_parts_kernel", "paged_kernel"
+WITHOUT_WGMMA = (
+    *("by_head_kernel", "output_kernel", "few_rows_kernel", "merge_parts_kernel", "paged_kernel"),
+    "merge_kernel",
+)
+IN_PLACE = ("merge_kernel",)  # they write what several of their warps read
 
 
 class Compiled(NamedTuple):
@@ -46,6 +51,12 @@ class Compiled(NamedTuple):
     scalar_copies: int  # instructions that copy a single number of 4 bytes to shared memory
     serialized: bool  # each wgmma waits for the one before: ptxas does this, silently, where it lacks registers
     overwritten: int  # registers written while a wgmma reads them, which ptxas older than 13.3 may do
+    writes_early: bool  # to memory, before its warps have met
+
+    @property
+    def races(self) -> bool:
+        """Whether a warp may write a number that another one has not read yet."""
+        return self.writes_early and self.kernel in IN_PLACE
 
 
 class Driver:
@@ -113,6 +124,15 @@ def compile_pages(architecture: int, head_dim: int, value_dim: int, dtype: torch
     return [_inspect(x) for x in compiled]
 
 
+def compile_merge(architecture: int, head_dim: int, dtype: torch.dtype, statistics: torch.dtype) -> list[Compiled]:
+    """The kernel that merges a partial output in a dtype into one in float32 with a log-sum-exp in another."""
+    out, other = (torch.zeros(256, 4, 2, head_dim, dtype=kind) for kind in (torch.float32, dtype))
+    lse, other_lse = torch.zeros(256, 4, 2, dtype=statistics), torch.zeros(256, 4, 2)
+    with _compiling(architecture) as compiled:
+        merge_fused(out, lse, other, other_lse)
+    return [_inspect(x) for x in compiled]
+
+
 @contextmanager
 def _compiling(architecture: int) -> Iterator[list]:
     """Launches only compile meanwhile. Yields what they compiled."""
@@ -140,11 +160,12 @@ def _inspect(compiled) -> Compiled:
         dump = [tool, "--dump-resource-usage", "--dump-sass", file.name]
         found = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
     stack, local = (int(found.split(kind)[1].split()[0]) for kind in ("STACK:", "LOCAL:"))
-    wgmma = "wgmma.mma_async" in compiled.asm["ptx"]
+    ptx = compiled.asm["ptx"]
+    wgmma, writes_early = "wgmma.mma_async" in ptx, "st.global" in ptx.partition("bar.sync")[0]
     copies = len(re.findall(r"LDGSTS\.E ", found))
     products, waits = (len(re.findall(name, found)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
     serialized = 0 < products <= waits
-    faults = serialized, overwritten(found)
+    faults = serialized, overwritten(found), writes_early
     return Compiled(compiled.metadata.name, stack + local, compiled.metadata.shared, wgmma, copies, *faults)
 
 
@@ -172,7 +193,7 @@ def _judge(architecture: int, *case: object, found: list[Compiled]) -> int:
     bad = 0
     for c in found:
         fits = not c.spilled and c.shared <= SHARED[architecture]
-        good = fits and c.scalar_copies <= SCALAR_COPIES and not (c.serialized or c.overwritten)
+        good = fits and c.scalar_copies <= SCALAR_COPIES and not (c.serialized or c.overwritten or c.races)
         bad += not good
         print("ok  " if good else "BAD ", architecture, *case, *c, flush=True)
     return bad
@@ -203,8 +224,18 @@ def pages() -> int:
     return bad
 
 
+def merges() -> int:
+    """How many kernels of merges are bad."""
+    bad = 0
+    dtypes = (torch.float16, torch.bfloat16, torch.float32), (torch.float32, torch.float64)
+    for architecture, head_dim in itertools.product(TILES, position.PARTS):
+        for case in itertools.product(*dtypes):
+            bad += _judge(architecture, head_dim, *case, found=compile_merge(architecture, head_dim, *case))
+    return bad
+
+
 def test_compiles_without_spills():
-    """Values of another head_dim, with a softcap, and a decode step.
+    """Values of another head_dim, with a softcap, a decode step, and a merge.
 
     In a process of its own, because compiling replaces Triton's driver. It is no fork, which would wait forever for a
     lock that a thread of another test holds.
@@ -212,11 +243,13 @@ def test_compiles_without_spills():
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         kernels = pool.submit(compile_block, 90, 192, torch.bfloat16, "key_ranges", 128, 30.0).result()
         kernels += pool.submit(compile_pages, 90, 128, 128, torch.bfloat16, None, 8).result()
+        for dtype in (torch.bfloat16, torch.float32):
+            kernels += pool.submit(compile_merge, 90, 128, dtype, torch.float64).result()
     for kernel in kernels:
         assert not kernel.spilled, kernel
         assert kernel.shared <= SHARED[90], kernel
         assert kernel.scalar_copies <= SCALAR_COPIES, kernel
-        assert not (kernel.serialized or kernel.overwritten), kernel
+        assert not (kernel.serialized or kernel.overwritten or kernel.races), kernel
         if kernel.kernel not in WITHOUT_WGMMA:
             assert kernel.wgmma, kernel
 
@@ -229,4 +262,4 @@ def test_registers_of_a_running_product_are_watched():
 
 
 if __name__ == "__main__":
-    sys.exit(pages() + blocks() > 0)
+    sys.exit(merges() + pages() + blocks() > 0)

@@ -12,6 +12,7 @@ import torch
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges
+from megatron.context_parallel.kernels.position.kernel import precision
 from megatron.context_parallel.kernels.position.tiles import Tiles
 from tests.support.dense import dense_attention, visible
 from tests.support.interpreter import interpreter
@@ -468,6 +469,17 @@ def parts() -> list[int]:
 
     cases = (200, 8), (132, 8), (100, 8), (64, 8), (64, 6), (30, 6), (1, 8), (1, 1)  # programs, query heads of a group
     return [_parts_of_group((1, programs), group, 132) for programs, group in cases]
+
+
+@pytest.mark.parametrize("name,allowed,refused", [("allow_tf32", True, False), ("fp32_precision", "tf32", "ieee")])
+def test_float32_is_multiplied_as_pytorch_is_told_in_either_way(name, allowed, refused):
+    single, matmul = torch.zeros(1), torch.backends.cuda.matmul
+    try:
+        for value, expected in ((allowed, "tf32"), (refused, "ieee")):
+            setattr(matmul, name, value)
+            assert (precision(single), precision(single.half())) == (expected, "ieee")
+    finally:
+        matmul.allow_tf32 = False
 
 
 def test_query_heads_are_split_until_each_multiprocessor_has_a_program(interpreted):

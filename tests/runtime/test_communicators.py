@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.context_parallel import STRATEGIES, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.kernels.reference import attention
@@ -149,6 +150,34 @@ def _nccl() -> list:
 
 def test_nccl_connects_each_communicator_on_the_current_device(ranks):
     assert ranks(2, _nccl) == [[{"device_ids": [3]}] * 2] * 2
+
+
+def _devices() -> list[torch.device | None]:
+    """The device that a new communicator is made for, with other backends and with that of torch 2.15 for NCCL."""
+    found, real = [], distributed_c10d._new_process_group_helper
+
+    def noted(*args, device_id, **how):
+        found.append(device_id)
+        return real(*args, **how)
+
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 3)
+    backend = type(world._get_backend(torch.device("cpu")))
+    try:
+        with patch.object(distributed_c10d, "_new_process_group_helper", noted):
+            ContextParallel("attention2d")
+            with patch.object(dist, "ProcessGroupNCCL2", backend, create=True):
+                ContextParallel("attention2d")
+        assert world.bound_device_id == torch.device("cuda", 3)
+    finally:
+        world.bound_device_id = None
+    return found
+
+
+def test_communicators_have_the_device_of_their_group_where_nccl_needs_it(ranks):
+    for found in ranks(2, _devices):
+        half = len(found) // 2
+        assert half and found == [None] * half + [torch.device("cuda", 3)] * half
 
 
 def _missing() -> list[str]:

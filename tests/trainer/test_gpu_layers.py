@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from megatron.context_parallel.trainer.arguments.complete import parse_args
+from megatron.context_parallel.trainer.model.build import transformer_config
 from tests.support import gpu_layers, training_case
 from tests.support.training_spreads import SPREADS
 
@@ -37,3 +39,20 @@ def test_losses_of_fp16_are_those_of_float32(ranks, tmp_path, chunk):
     ((expected, expected_norms),) = ranks(1, gpu_layers.train_plainly, "llama", changes)
     assert losses == pytest.approx(expected, rel=1e-4)
     assert norms == pytest.approx(expected_norms, rel=1e-3)
+
+
+@pytest.mark.parametrize("virtual,newer,freed", [(4, True, True), (1, False, True), (1, True, False)])
+def test_no_memory_is_freed_that_is_still_being_sent(monkeypatch, virtual, newer, freed):
+    """Interleaved stages do not wait for what they send, and torch 2.15's NCCL does not keep its memory."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = "--num-layers 8 --hidden-size 96 --num-attention-heads 6 --seq-length 64 --micro-batch-size 1 --dry-run"
+    flags += (
+        f" --pipeline-model-parallel-size 2 --global-batch-size 2 --num-layers-per-virtual-pipeline-stage {virtual}"
+    )
+    args = parse_args(flags.split())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    if newer:
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL2", object, raising=False)
+    else:
+        monkeypatch.delattr(torch.distributed, "ProcessGroupNCCL2", raising=False)
+    assert transformer_config(args).deallocate_pipeline_outputs is freed

@@ -55,13 +55,17 @@ class OpArgs(NamedTuple):
 _SCHEMA_TYPES = {int: "int", bool: "bool", float: "float", Sequence[int]: "int[2]", SymbolicInt: "SymInt"}
 ARGS = ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in OpArgs.__annotations__.items())
 
+# torch.compile keeps them out of its CUDA graphs: the host decides in each call what is sent and which blocks run.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 library.define(
     NAME,
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, int kept, {ARGS}) -> (Tensor out, Tensor lse, Tensor[] swapped)",
+    tags=_TAGS,
 )
 library.define(
     GRADIENTS,
     f"(Tensor dout, Tensor out, Tensor[] seen, Tensor? sinks, SymInt kv_heads, {ARGS}) -> Tensor[]",
+    tags=_TAGS,
 )
 attention = torch.ops.context_parallel.attention.default
 _gradients = torch.ops.context_parallel.attention_backward.default
@@ -85,7 +89,9 @@ class _Call(NamedTuple):
 
     def run(self, program: Callable[..., Program], *inputs: Iterable) -> list[TensorList]:
         """Runs `program` on each rank with its part of each input. Returns each result as parts of the ranks."""
-        return _by_tensor(self.cp.run(program, self.plan, self.problem, [*zip(*inputs, strict=True)]))
+        parts = [*zip(*inputs, strict=True)]
+        with torch.cuda.device_of(parts[0][-1]):  # Triton launches on the current device, wherever its tensors are
+            return _by_tensor(self.cp.run(program, self.plan, self.problem, parts))
 
 
 def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
@@ -276,6 +282,10 @@ def _check_documents(
 ) -> None:
     if documents is None:
         return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            "documents: a CUDA graph would keep those of the batch that it captures; leave attention out of the graph"
+        )
     if q_length != kv_length:
         raise UsageError(f"documents with {q_length} queries and {kv_length} keys: need queries and keys of one length")
     samples, length = documents.shape

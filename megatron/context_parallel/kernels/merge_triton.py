@@ -41,6 +41,7 @@ def merge_kernel(
     top = tl.where(unseen, 0.0, tl.maximum(a, b))
     weight_a, weight_b = tl.where(unseen, 1.0, tl.exp(a - top)), tl.exp(b - top)
     total = weight_a + weight_b
+    tl.debug_barrier()  # several warps read the number of a row, and one writes it: all must have read it before
     tl.store(lse, tl.where(unseen, a, top + tl.log(total)), inside)
 
     cols = tl.arange(0, WIDTH)

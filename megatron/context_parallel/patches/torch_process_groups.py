@@ -7,6 +7,7 @@ the process, so ranks with different numbers of groups would wait for each other
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -33,6 +34,16 @@ def options_of(group: dist.ProcessGroup) -> Any:
     return own
 
 
+def _device_of(group: dist.ProcessGroup) -> torch.device | None:
+    """The device of `group`, if its backend needs that from the start: torch 2.15's for NCCL, which is called NCCL2.
+
+    Without it, a new group takes the device of LOCAL_RANK, or of the rank. Tensors of other devices are then refused.
+    """
+    kind = getattr(dist, "ProcessGroupNCCL2", None)
+    needs_it = kind and any(isinstance(group._get_backend(device), kind) for device in group._device_types)
+    return group.bound_device_id if needs_it else None
+
+
 def _backend_options(group: dist.ProcessGroup) -> Any:
     return group._get_backend(group._device_types[0]).options
 
@@ -44,7 +55,8 @@ def new_process_group(beside: dist.ProcessGroup, ranks: list[int], name: str, de
     """
     world = dist.group.WORLD
     assert world is not None
-    device, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, by all its ranks
+    device = _device_of(beside)
+    bound, world.bound_device_id = world.bound_device_id, None  # else NCCL splits the world, by all its ranks
     try:
         made, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
@@ -55,9 +67,10 @@ def new_process_group(beside: dist.ProcessGroup, ranks: list[int], name: str, de
             name,  # type: ignore[arg-type]  # GroupName is a str that few releases have
             backend_options=options_of(beside),
             timeout=timeout_of(beside),
+            device_id=device,
             group_desc=description,
         )
     finally:
-        world.bound_device_id = device
+        world.bound_device_id = bound
     distributed_c10d._world.pg_group_ranks[made] = {rank: i for i, rank in enumerate(ranks)}
     return made

@@ -33,7 +33,7 @@ class PositionKernel:
     with any strides but a contiguous last dimension; log-sum-exp and delta [s, B, G] in float32. B is batch ×
     key/value heads, batch first; G the query heads that share one; d and dv are 64, 80, 96, 128, 192 or 256. Products
     are accumulated in float32. Products of float32 use TF32 only if PyTorch's may
-    (`torch.backends.cuda.matmul.allow_tf32`).
+    (`torch.backends.cuda.matmul.fp32_precision`).
 
     Masks: FULL, CAUSAL (s = t), or ranges on q's device, common to all samples or one for each.
 
@@ -238,8 +238,11 @@ def _common(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) ->
 
 
 def precision(q: Tensor) -> str:
-    """Triton's name for how products are computed: float32 in TF32 only if PyTorch's may be."""
-    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Triton's name for how products are computed: float32 in TF32 only if PyTorch's may be.
+
+    `allow_tf32` cannot be read where the newer `fp32_precision` was set, which follows both.
+    """
+    return "tf32" if q.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _strides(**tensors: Tensor) -> dict[str, tuple[int, ...]]:

@@ -181,8 +181,7 @@ def transformer_config(args: Arguments) -> ModelConfig:
         # For an exact loss with any loss mask and layout, it must be divided by the token count of all ranks.
         calculate_per_token_loss=True,
         pipeline_dtype=args.params_dtype,
-        # gloo may still read an output when the next micro batch starts. NCCL's stream order keeps it alive.
-        deallocate_pipeline_outputs=torch.cuda.is_available(),
+        deallocate_pipeline_outputs=_frees_outputs(interleaved),
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         persist_layer_norm=False,
@@ -195,6 +194,15 @@ def transformer_config(args: Arguments) -> ModelConfig:
     if args.recompute_modules:  # of these the MLP is ours
         given["recompute_modules"] = [module for module in args.recompute_modules if module != "mlp"]
     return ModelConfig(**given)
+
+
+def _frees_outputs(interleaved: bool) -> bool:
+    """Whether a stage frees the memory of an output that it has sent, while the backward pass still needs its graph.
+
+    gloo may still read it when the next micro batch starts. NCCL's stream order keeps it alive, but with interleaved
+    stages, which do not wait for what they send, torch 2.15's (NCCL2) keeps only the tensor that lost its memory.
+    """
+    return torch.cuda.is_available() and not (interleaved and hasattr(torch.distributed, "ProcessGroupNCCL2"))
 
 
 def _wrap(
