@@ -155,8 +155,13 @@ def test_communicators_have_the_priority_and_limits_of_their_group(monkeypatch):
     given = NcclOptions(True)
     given.config.max_ctas, given._timeout = 16, 7
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=NcclOptions), raising=False)
-    monkeypatch.setattr(torch_process_groups, "_backend_options", lambda group: given)
-    own = torch_process_groups.options_of(None)
-    assert own is not given and own.is_high_priority_stream and (own.config.max_ctas, own._timeout) == (16, 7)
-    monkeypatch.setattr(torch_process_groups, "_backend_options", lambda group: object())
-    assert torch_process_groups.options_of(None) is None
+    for backends in ({"cuda": given}, {"cpu": object(), "cuda": given}):  # "nccl" and "cpu:gloo,cuda:nccl"
+        own = torch_process_groups.options_of(group_of(backends))
+        assert own is not given and own.is_high_priority_stream and (own.config.max_ctas, own._timeout) == (16, 7)
+    assert torch_process_groups.options_of(group_of({"cpu": object()})) is None
+
+
+def group_of(backends: dict[str, object]) -> Any:
+    """A group with a backend for each device, which has these options."""
+    made = {device: SimpleNamespace(options=options) for device, options in backends.items()}
+    return SimpleNamespace(_device_types=list(made), _get_backend=made.get)

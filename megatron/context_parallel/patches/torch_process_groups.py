@@ -27,7 +27,7 @@ def options_of(group: dist.ProcessGroup) -> Any:
     They decide whether communication must wait for a whole compute kernel.
     """
     given = _backend_options(group)
-    if not hasattr(given, "is_high_priority_stream"):
+    if not _is_of_nccl(given):
         return None
     own = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
     own.config, own._timeout = given.config, given._timeout
@@ -45,7 +45,13 @@ def _device_of(group: dist.ProcessGroup) -> torch.device | None:
 
 
 def _backend_options(group: dist.ProcessGroup) -> Any:
-    return group._get_backend(group._device_types[0]).options
+    """Those of NCCL, if a device of the group uses it: a group may have a backend for each ("cpu:gloo,cuda:nccl")."""
+    found = [group._get_backend(device).options for device in group._device_types]
+    return next((options for options in found if _is_of_nccl(options)), found[0])
+
+
+def _is_of_nccl(options: Any) -> bool:
+    return hasattr(options, "is_high_priority_stream")
 
 
 def new_process_group(beside: dist.ProcessGroup, ranks: list[int], name: str, description: str) -> dist.ProcessGroup:
