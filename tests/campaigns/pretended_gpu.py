@@ -15,7 +15,8 @@ from megatron.context_parallel.commands.gpu_checks.bars import STAGES
 from megatron.context_parallel.kernels.position.tiles import TILES, Tiles
 from megatron.context_parallel.runtime.comm import transport
 from tests.support.as_nccl import as_nccl
-from tests.support.pretended_gpu import GPU, KERNELS, LIBRARIES, pretended_gpu
+from tests.support.gpu_kernels import KERNELS, LIBRARIES
+from tests.support.pretended_gpu import GPU, pretended_gpu
 
 real_init, real_sets = dist.init_process_group, compile.sets
 

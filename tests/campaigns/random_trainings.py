@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+import torch
+
 from tests.support import flags_case
 from tests.support.data_case import corpus
 from tests.support.numbered_cases import numbered, read_flags
@@ -90,7 +92,9 @@ def _model(random: Random, experts: bool, biased: bool) -> str:
     heads = random.choice((4, 4, 8))
     layers = 2 if experts else random.choice((2, 2, 4))  # megatron-core's log of experts keeps its first size
     flags = [f"--num-layers {layers} --hidden-size 32 --num-attention-heads {heads}"]
-    flags += [f"--ffn-hidden-size 48 --kv-channels {random.choice((8, 8, 12))}"]
+    flags += [
+        f"--ffn-hidden-size 48 --kv-channels {random.choice((64, 80) if torch.cuda.is_available() else (8, 8, 12))}"
+    ]
     flags += [f"--group-query-attention --num-query-groups {random.choice((2, 4))}"]
     flags += [random.choice(("--normalization RMSNorm", "--normalization LayerNorm"))]
     flags += [random.choice(("--swiglu", "--fast-geglu", "", _quick(random)))]

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron.context_parallel import UsageError
 from megatron.context_parallel.commands import generate as command
+from megatron.context_parallel.commands.gpu_checks.common import synchronisations
 from megatron.context_parallel.inference import sampling
 from megatron.context_parallel.inference.change_logits import TextSoFar, change_logits
 from megatron.context_parallel.inference.engine import OVERTAKE, Engine, Request, RequestOutput
@@ -26,10 +27,12 @@ from megatron.context_parallel.inference.sampling import Draw, Token, choose_tok
 from megatron.context_parallel.inference.text_stream import TextStream
 from megatron.context_parallel.inference.token_bytes import pieces_of
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from tests.support import llama_case
 from tests.support.draws_case import CASES, LOGITS, choose_token, shares
 from tests.support.plain_session import PlainSession
+from tests.support.pretended_gpu import GPU, pretended_gpu
 
 # -------------------------------------------------------------------------------------------------- sampling
 
@@ -57,6 +60,16 @@ def test_draws_depend_on_seed_and_position():
 
     assert draws(1) == draws(1) and len({*draws(1)}) > 15
     assert sum(a == b for a, b in zip(draws(1), draws(2), strict=True)) < 3
+
+
+def test_the_host_reads_the_tokens_of_a_gpu_at_once():
+    rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    ways = {"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.8, "top_n_logprobs": 2}, {"return_log_probs": True}
+    asked = [Draw(SamplingParams(**params), 5, 2, min_p=0.01) for params in ways]
+    expected = choose_tokens([*rows], asked)
+    with pretended_gpu(), synchronisations(GPU) as waits:
+        there = to_device(rows, GPU)
+        assert [*map(repr, choose_tokens([*there], asked))] == [*map(repr, expected)] and waits() == 1
 
 
 def test_a_logit_that_is_no_number_chooses_nothing_and_others_do_not_notice():

@@ -163,6 +163,10 @@ SHAPES: Table = {
         },
     },
     "megatron_data_parallel": {f"{_CORE}/distributed/data_parallel_base.py": {"_BaseDataParallel": "class"}},
+    "megatron_gradient_norm": {
+        f"{_CORE}/optimizer/clip_grads.py": {"l2_norm_impl": "l2_norm_impl = multi_tensor_l2norm"},
+        f"{_CORE}/utils.py": {"local_multi_tensor_l2_norm": "chunk_size noop_flag tensor_lists per_tensor *args"},
+    },
     "megatron_norms": {
         f"{_CORE}/tensor_parallel/random.py": {
             "CheckpointWithoutOutput.__init__": "self fp8",

@@ -28,6 +28,8 @@ def _serve(rank: int, pipe, of_parent: list, directory: str) -> None:
         other.close()  # so that this pipe ends with the parent
     record_crash(Path(directory) / f"rank{rank}")
     torch.set_num_threads(1)
+    if torch.cuda.is_available():  # a pretended one
+        torch.cuda.set_device(rank)
     ignore_warnings_of_libraries()
     gc.freeze()  # what is imported stays: no collection looks at it
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")

@@ -10,10 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megatron.context_parallel.inference import decode_attention, decode_pages
-from megatron.context_parallel.kernels.paged import PagedKernel
-from tests.support.pretended_gpu import attend_to_pages
-
 _OF_THE_HOST = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero")
 _recording: list["RecordedGraph"] = []  # the graph that is captured, if any
 
@@ -50,7 +46,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 @contextmanager
-def _graph(graph: RecordedGraph, *, pool: object, stream: object, capture_error_mode: str):
+def recording(graph: RecordedGraph, *, pool: object, stream: object, capture_error_mode: str):
     _recording.append(graph)
     try:
         with graph:
@@ -61,18 +57,14 @@ def _graph(graph: RecordedGraph, *, pool: object, stream: object, capture_error_
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
-def _launch(kernel: Callable) -> Callable:
+def launch(kernel: Callable) -> Callable:
     """A launch of a kernel on a GPU: one operation."""
 
-    def launched(*args) -> None:
+    def launched(*args, **how) -> None:
         with _disable_current_modes():
-            _recording[-1].add(kernel, *args) if _recording else kernel(*args)
+            _recording[-1].add(kernel, *args, **how) if _recording else kernel(*args, **how)
 
     return launched
-
-
-def _attend(self: PagedKernel, *given) -> None:
-    attend_to_pages(*given)
 
 
 def _merge(out, lse, outs, lses) -> None:
@@ -83,6 +75,13 @@ def _merge(out, lse, outs, lses) -> None:
 @contextmanager
 def recorded_graphs():
     """Decode steps attend to pages, and what PyTorch has for CUDA graphs is pretended."""
+    from megatron.context_parallel.inference import decode_attention, decode_pages
+    from megatron.context_parallel.kernels.paged import PagedKernel
+    from tests.support.gpu_kernels import attend_to_pages
+
+    def attend(self: PagedKernel, *given) -> None:
+        attend_to_pages(*given)
+
     stream = SimpleNamespace(device=torch.device("cpu"), wait_stream=lambda other: None)
     cuda = {
         "Stream": lambda device: stream,
@@ -91,12 +90,12 @@ def recorded_graphs():
         "stream": lambda stream: nullcontext(),
         "graph_pool_handle": object,
         "CUDAGraph": RecordedGraph,
-        "graph": _graph,
+        "graph": recording,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cuda.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(decode_attention, "can_attend_to_pages", lambda *_: True)
-        patch.setattr(PagedKernel, "forward", _launch(_attend))
-        patch.setattr(decode_pages, "merge_rows", _launch(_merge))
+        patch.setattr(PagedKernel, "forward", launch(attend))
+        patch.setattr(decode_pages, "merge_rows", launch(_merge))
         yield

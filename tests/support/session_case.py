@@ -22,6 +22,7 @@ from megatron.context_parallel.patches.cpu_host import support_cpu_host
 
 support_cpu_host()
 VOCABULARY, PADDED, LENGTH = 29, 32, 256
+HEAD_DIM = 64 if torch.cuda.is_available() else 8  # kernels of a GPU have no smaller one
 Tokens = dict[int, list[int]]
 
 
@@ -32,6 +33,7 @@ def config(**changes) -> ModelConfig:
         "ffn_hidden_size": 48,
         "num_attention_heads": 4,
         "num_query_groups": 2,
+        "kv_channels": HEAD_DIM,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "normalization": "RMSNorm",
@@ -63,6 +65,8 @@ def model(
     cp = ContextParallel("ring", group=parallel_state.get_context_parallel_group()) if ours else None
     spec = block_spec(settings, cp, settings.num_layers) if cp else get_gpt_layer_local_spec(normalization="RMSNorm")
     built = GPTModel(settings, spec, PADDED, LENGTH, position_embedding_type=positions, parallel_output=ours, **more)
+    if torch.cuda.is_available():
+        built.cuda()
     leave_out_padding(built, VOCABULARY)
     if yarn:
         use_yarn(built, 10000, settings.yarn_rotary_scaling_factor, 32, 32.0, 1.0, True)
@@ -84,7 +88,7 @@ def _make_uneven(model: GPTModel) -> None:
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            weight += torch.empty(weight.shape).uniform_(-0.4, 0.4, generator=generator).to(weight.dtype)
+            weight += torch.empty(weight.shape).uniform_(-0.4, 0.4, generator=generator).to(weight)
 
 
 def start(tensor: int = 1) -> None:
@@ -118,12 +122,13 @@ def prompts(turn: int, lengths: list[int]) -> list[list[int]]:
 @torch.no_grad()
 def next_token(whole: GPTModel, tokens: list[int], window: int = -1) -> tuple[int, torch.Tensor]:
     """The token after `tokens` by megatron-core's own attention, and its logits."""
-    at = torch.arange(len(tokens))
+    device = next(whole.parameters()).device
+    at = torch.arange(len(tokens), device=device)
     hide = at[None, :] > at[:, None]
     if window >= 0:
         hide |= at[None, :] < at[:, None] - window
     vocabulary = getattr(whole, "vocabulary", whole.vocab_size)
-    logits = whole(torch.tensor([tokens]), at.unsqueeze(0), hide[None, None])[0, -1, :vocabulary]
+    logits = whole(torch.tensor([tokens], device=device), at.unsqueeze(0), hide[None, None])[0, -1, :vocabulary]
     return int(logits.argmax()), logits
 
 

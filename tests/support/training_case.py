@@ -22,6 +22,7 @@ from tests.support.case_args import CaseArgs
 support_cpu_host()
 
 SEQUENCE, VOCABULARY, BATCH = 32, 64, 4
+HEAD_DIM = 64 if torch.cuda.is_available() else 8  # kernels of a GPU have no smaller one
 
 FAMILIES = {
     "llama": {
@@ -52,7 +53,13 @@ def case_args(family: str, **changes) -> CaseArgs:
         **{name: flag.default for name, flag in FLAGS.items() if flag.decides in ("weights", "model")},
         **{"num_experts": None, "expert_model_parallel_size": 1, "moe_router_topk": 2, "moe_ffn_hidden_size": None},
         **FAMILIES[family],
-        **{"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "kv_channels": 8},
+        **{
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "num_attention_heads": 4,
+            "kv_channels": HEAD_DIM,
+        },
         **{"seq_length": SEQUENCE, "max_position_embeddings": SEQUENCE},
         **{"check_for_nan_in_loss_and_grad": True, "check_for_spiky_loss": False, "rerun_mode": "disabled"},
         **{"loss_scale": None, "vocabulary": VOCABULARY, "padded_vocab_size": VOCABULARY},

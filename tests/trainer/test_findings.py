@@ -4,13 +4,20 @@ import math
 import os
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import clip_grads
 
+from megatron.context_parallel.commands.gpu_checks.common import synchronisations
+from megatron.context_parallel.kernels.to_device import to_device
+from megatron.context_parallel.patches.megatron_gradient_norm import norm_on_device
 from megatron.context_parallel.trainer import training
+from megatron.context_parallel.trainer.faults.findings import Findings
 from tests.support import training_case, zero_case
+from tests.support.pretended_gpu import GPU, pretended_gpu
 
 PP, CP = "pipeline_model_parallel_size", "context_parallel_size"
 FAULTY, END = 3, 4  # iterations
@@ -195,3 +202,22 @@ def test_a_fault_that_comes_back_is_computed_on_other_devices(ranks, whole, tmp_
 
 def run_on(directory: str) -> Run:
     return run(load=directory)
+
+
+def test_the_host_waits_once_for_the_values_of_a_step_and_never_within_a_norm():
+    findings = Findings(SimpleNamespace(check_for_nan_in_loss_and_grad=True, loss_scale=None, fp16=False), [], None)
+    weights = {"a": torch.randn(4, 3), "b": torch.randn(5)}
+    norm_on_device()
+    with pretended_gpu(), synchronisations(GPU) as waits:
+        gradients = {name: to_device(weight, GPU) for name, weight in weights.items()}
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, None, [[*gradients.values()]], False)
+        findings._keep_norms([*gradients], [SimpleNamespace(main_grad=x) for x in gradients.values()])
+        losses = [to_device(torch.tensor(x, dtype=torch.float64), GPU) for x in ([6.0, 3.0, 1e9], [0.0, 0.0, 1e9])]
+        assert waits() == 0
+        findings.look(losses)
+        assert waits() == 1
+    expected = {f"gradient of {name}": weight.norm().item() for name, weight in weights.items()}
+    of_losses = {"loss of micro batch 1 of 2": 2.0, "loss of micro batch 2 of 2": 0.0}
+    assert findings.values == of_losses | expected
+    whole = torch.cat([weight.flatten() for weight in weights.values()]).norm().item()
+    assert norm.host.tolist() == pytest.approx([whole], rel=1e-6)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.context_parallel.kernels.interface import Kernel
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.runtime.blocks import Blocks
 from megatron.context_parallel.tokens.documents import Sequences
 from megatron.context_parallel.tokens.layout import ListedChunks
@@ -72,10 +73,10 @@ class BatchLayout:
                 if own[-1] == length - 1:
                     self.last[s] = len(tokens) - 1
         self.rows = len(tokens)
-        rows = torch.tensor([tokens or [0], positions or [0]], device=device)
+        rows = to_device(torch.tensor([tokens or [0], positions or [0]]), device)
         self.tokens, self.positions = rows.unbind()
-        self.new_slots = torch.tensor(slots, dtype=torch.int64, device=device)
-        self.wanted = torch.tensor([*self.last.values(), *rows_scored] or [0], device=device)
+        self.new_slots = to_device(torch.tensor(slots, dtype=torch.int64), device)
+        self.wanted = to_device(torch.tensor([*self.last.values(), *rows_scored] or [0]), device)
         self._views: dict[tuple, tuple[Blocks, Tensor | slice]] = {}
 
     def _chunks(self, first: Mapping[int, int]) -> ListedChunks:
@@ -113,4 +114,4 @@ class BatchLayout:
             if len(rows) == 1 and not pages:
                 return rows[0]
         slots = [self.tables.slots(s, self.rank, start) for s, start in first.items()]
-        return torch.from_numpy(numpy.concatenate(slots)).to(self.device)
+        return to_device(torch.from_numpy(numpy.concatenate(slots)), self.device)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.kernels.to_device import to_device
+
 from .faults import GrammarFault
 from .rules import Rules
 
@@ -41,7 +43,7 @@ def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
     if isinstance(allowed, GrammarFault):
         raise allowed
     if allowed is not None:
-        logits.masked_fill_(~allowed.to(logits.device), -math.inf)
+        logits.masked_fill_(~to_device(allowed, logits.device), -math.inf)
     if len(so_far.text) < rules.min_tokens:
         without = logits.clone()
         ends = {end for end in so_far.ends if end < len(logits)}  # a tokenizer may have more tokens than the model
@@ -50,7 +52,7 @@ def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
             logits = without
     if rules.logit_bias:
         tokens, bias = zip(*rules.logit_bias, strict=True)
-        logits[_indices(tokens, logits)] += torch.tensor(bias, dtype=logits.dtype, device=logits.device)
+        logits[_indices(tokens, logits)] += to_device(torch.tensor(bias, dtype=logits.dtype), logits.device)
     if rules.repetition_penalty != 1.0:
         said = _indices({*so_far.prompt, *so_far.text}, logits)
         old = logits[said]
@@ -65,4 +67,5 @@ def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
 
 
 def _indices(tokens: Sequence[int] | set[int], like: Tensor) -> Tensor:
-    return torch.tensor(sorted(tokens) if isinstance(tokens, set) else [*tokens], device=like.device).long()
+    given = sorted(tokens) if isinstance(tokens, set) else [*tokens]
+    return to_device(torch.tensor(given, dtype=torch.int64), like.device)

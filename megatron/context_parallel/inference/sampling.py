@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,11 +10,14 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
+from megatron.context_parallel.kernels.to_device import to_device
+
 from .faults import GRAMMAR, MISTAKE, NAN, GrammarFault
 
 SORTED = 1024  # of the likeliest tokens, for top-k and top-p; all of them only where these are not enough
 _FAULTS = {-1.0: NAN, -2.0: MISTAKE, -3.0: GRAMMAR}  # instead of a token
 Top = tuple[tuple[int, float], ...]
+Drawn = tuple[Tensor, Tensor, Tensor]  # of rows: tokens, sums of probabilities, and whether enough tokens were sorted
 
 
 @dataclass(frozen=True)
@@ -73,17 +76,16 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
     changed = _changed(rows, asked, faults)
     chosen = likeliest.squeeze(-1) if changed is rows and not limits else changed.argmax(-1)
     totals, enough = torch.ones(2, len(rows), dtype=torch.float64, device=rows.device)
-    for ordered, most in ((False, 0), (True, SORTED)):
-        if some := [i for i, limit in limits.items() if limit.ordered == ordered]:
-            drawn = _draw(changed[some].double(), [limits[i] for i in some], most)
-            chosen[some], totals[some], enough[some] = drawn
+    ways = [[i for i, limit in limits.items() if limit.ordered == ordered] for ordered in (False, True)]
+    for some, most in zip(ways, (0, SORTED), strict=True):
+        _draw_some(changed, limits, some, most, (chosen, totals, enough))
     peaks = rows.gather(-1, likeliest).squeeze(-1).double()
-    numbers = torch.stack([chosen.double(), peaks, totals, enough], -1).tolist()
+    told = _Told(rows, asked)
+    numbers, wanted = _read(torch.stack([chosen.double(), peaks, totals, enough], -1), told.numbers(chosen))
     if some := [i for i, of_row in enumerate(numbers) if not of_row[-1]]:
-        chosen[some], totals[some], _ = _draw(changed[some].double(), [limits[i] for i in some], rows.shape[-1])
-        for i, token, total in zip(some, chosen[some].tolist(), totals[some].tolist(), strict=True):
-            numbers[i][0], numbers[i][2] = token, total
-    told = _told(rows, chosen, asked)
+        _draw_some(changed, limits, some, rows.shape[-1], (chosen, totals, enough))
+        numbers, wanted = _read(torch.stack([chosen.double(), peaks, totals, enough], -1), told.numbers(chosen))
+    found = told.of(wanted)
     tokens = list[Token | Exception]()
     for i, (token, peak, total, _) in enumerate(numbers):
         if not math.isfinite(peak):
@@ -94,23 +96,74 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
             temperature = asked[i].params.temperature
             tokens.append(FloatingPointError(f"the probabilities at temperature {temperature} add up to {total}"))
         else:
-            tokens.append(Token(int(token), *told.get(i, ())))
+            tokens.append(Token(int(token), *found.get(i, ())))
     return tokens
 
 
-def _told(rows: Tensor, chosen: Tensor, asked: Sequence[Draw]) -> dict[int, tuple[float, Top]]:
-    """`Token.logprob` and `Token.top` of those that want them, by their place.
+def _rows(x: Tensor, some: Sequence[int]) -> Tensor:
+    """Some rows of a tensor: a copy, or `x` itself if they are all. The host does not wait."""
+    if len(some) == len(x) and [*some] == [*range(len(x))]:
+        return x
+    return x.index_select(0, to_device(torch.tensor(some), x.device))
+
+
+def _draw_some(changed: Tensor, limits: Mapping[int, "_Limit"], some: list[int], most: int, into: Drawn) -> None:
+    """Draws for some rows of `changed`. `into` has the tokens, sums and flags of all rows, as `_draw` returns them."""
+    if not some:
+        return
+    where = to_device(torch.tensor(some), changed.device)
+    drawn = _draw(_rows(changed, some).double(), [limits[i] for i in some], most)
+    for all_rows, of_some in zip(into, drawn, strict=True):
+        all_rows.index_copy_(0, where, of_some)
+
+
+def _read(*parts: Tensor) -> list[list[list[float]]]:
+    """The rows of float64 tensors on the host, which waits for the device once."""
+    numbers = torch.cat([part.flatten() for part in parts]).tolist()
+    found = []
+    for part in parts:
+        width = part.shape[1]
+        found.append([numbers[at * width : (at + 1) * width] for at in range(len(part))])
+        numbers = numbers[part.numel() :]
+    return found
+
+
+class _Told:
+    """`Token.logprob` and `Token.top` of those that want them.
 
     Args:
-        rows: [rows, vocabulary], the logits; chosen: int64 [rows].
+        rows: [rows, vocabulary], the logits.
     """
-    some = [i for i, draw in enumerate(asked) if draw.params.return_log_probs or draw.params.top_n_logprobs]
-    if not some:
-        return {}
-    logprobs = rows[some].double().log_softmax(-1)
-    values = logprobs.gather(-1, chosen[some].unsqueeze(-1)).squeeze(-1).tolist()
-    tops = _tops(logprobs, [asked[i].params.top_n_logprobs for i in some])
-    return dict(zip(some, zip(values, tops, strict=True), strict=True))
+
+    def __init__(self, rows: Tensor, asked: Sequence[Draw]) -> None:
+        wants = [(i, one.params) for i, one in enumerate(asked)]
+        self.some = [i for i, params in wants if params.return_log_probs or params.top_n_logprobs]
+        self.counts = [asked[i].params.top_n_logprobs for i in self.some]
+        self.most = min(max(self.counts, default=0), rows.shape[-1])
+        self._logprobs = _rows(rows, self.some).double().log_softmax(-1) if self.some else rows.new_empty(0, 1).double()
+
+    def numbers(self, chosen: Tensor) -> Tensor:
+        """For each of `some` the log-probability of its token, and of the likeliest with their tokens: float64.
+
+        Args:
+            chosen: the tokens of all rows.
+        """
+        if not self.some:
+            return self._logprobs
+        parts = [self._logprobs.gather(-1, _rows(chosen, self.some).unsqueeze(-1))]
+        if self.most:
+            values, tokens = self._logprobs.topk(self.most)
+            parts += [values, tokens.double()]
+        return torch.cat(parts, -1)
+
+    def of(self, numbers: Sequence[Sequence[float]]) -> dict[int, tuple[float, Top]]:
+        """What is told, by row; without tokens that the model excludes (-inf). `numbers`: what `numbers` returned."""
+        told = {}
+        for i, count, (logprob, *pairs) in zip(self.some, self.counts, numbers, strict=True):
+            likeliest = zip(pairs[self.most :][:count], pairs[: self.most][:count], strict=True)
+            top = tuple([(int(token), value) for token, value in likeliest if value > -math.inf])
+            told[i] = (logprob, top)
+        return told
 
 
 def _changed(rows: Tensor, asked: Sequence[Draw], faults: dict[int, Exception]) -> Tensor:
@@ -158,7 +211,7 @@ def _limits(asked: Sequence[Draw]) -> tuple[dict[int, _Limit], dict[int, Excepti
     return limits, faults
 
 
-def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> Drawn:
     """For each row the token at which the cumulative probability of the remaining tokens exceeds `uniform` times their
     sum, and that sum. Nothing is read on the host.
 
@@ -170,13 +223,16 @@ def _draw(logits: Tensor, limits: Sequence[_Limit], most: int) -> tuple[Tensor, 
         The tokens, the sums, and 1 where the sorted tokens were enough, else 0; each [rows].
     """
     columns = logits.shape[-1]
-    numbers = [(one.temperature, one.uniform, one.top_p or 1.0, min(one.top_k or columns, columns)) for one in limits]
-    temperature, uniform, top_p, top_k = torch.tensor(numbers, dtype=torch.float64).to(logits.device).unbind(-1)
+    numbers = [
+        (one.temperature, one.uniform, one.top_p or 1.0, min(one.top_k or columns, columns), one.min_p)
+        for one in limits
+    ]
+    given = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
+    temperature, uniform, top_p, top_k, min_p = given.unbind(-1)
     # At most 0 before the division, so that with a small temperature scores overflow only to a probability of 0.
     scores = (logits - logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(-1))
     if any(one.min_p for one in limits):
-        least = torch.tensor([one.min_p for one in limits], dtype=torch.float64).log().to(logits.device)
-        scores = scores.masked_fill(scores < least.unsqueeze(-1), -math.inf)
+        scores = scores.masked_fill(scores < min_p.log().unsqueeze(-1), -math.inf)
     if not most:
         cumulated = scores.softmax(-1).cumsum(-1)
         total = cumulated[:, -1]
@@ -213,19 +269,6 @@ def _first_beyond(cumulated: Tensor, uniform: Tensor, total: Tensor) -> Tensor:
     passed = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
     index = torch.searchsorted(cumulated, passed.unsqueeze(-1), right=True)
     return index.clamp_max(cumulated.shape[-1] - 1).squeeze(-1)
-
-
-def _tops(logprobs: Tensor, counts: Sequence[int]) -> list[Top]:
-    """For each row its most likely tokens with their log-probabilities; none that the model excludes (-inf)."""
-    most = min(max(counts), logprobs.shape[-1])
-    if not most:
-        return [()] * len(counts)
-    values, indices = logprobs.topk(most)
-    tops = []
-    for count, *pairs in zip(counts, indices.tolist(), values.tolist(), strict=True):
-        likeliest = zip(*(column[:count] for column in pairs), strict=True)
-        tops.append(tuple([(token, logprob) for token, logprob in likeliest if logprob > -math.inf]))
-    return tops
 
 
 def _uniform(seed: int, position: int) -> float:

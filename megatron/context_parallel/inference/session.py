@@ -15,6 +15,7 @@ from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.runtime.comm.first_rank import check_alike
 from megatron.context_parallel.runtime.comm.host_sockets import Exchange, HostSockets
 from megatron.context_parallel.strategies import Choice
@@ -247,7 +248,7 @@ class Session:
         dealt = self.tables.add(counts)
         self.variant = DECODE
         rows = DecodeRows(self.tables, new, dealt, self.cp.rank)
-        tokens, positions, slots = rows.inputs.to(self.device).unbind()
+        tokens, positions, slots = to_device(rows.inputs, self.device).unbind()
         angles = self._model.angles(positions, rows.longest)
         attend = self._attention(rows.size)
         attend.begin(rows, slots)
@@ -312,7 +313,7 @@ class Session:
             Exchange(self._sockets, dict.fromkeys(others, numbers), {i: parts[i] for i in others}).wait()
             numbers = parts.sum(0)
         else:
-            numbers = numbers.to(self.device)
+            numbers = to_device(numbers, self.device)
             dist.all_reduce(numbers, group=self.cp.group)
         return dict(zip(row, numbers.tolist(), strict=True))
 

@@ -53,6 +53,6 @@ def scale_embeddings(model: GPTModel) -> None:
     factor = math.sqrt(model.config.hidden_size)
 
     def scale(module: torch.nn.Module, args: tuple, out: Tensor) -> Tensor:
-        return out * torch.tensor(factor, dtype=out.dtype, device=out.device)
+        return out * torch.tensor(factor, dtype=out.dtype)  # on the host: a GPU takes a number without a copy
 
     model.embedding.register_forward_hook(scale)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.context_parallel.attention.context import ContextParallel
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.patches.megatron_rope import share_cos_and_sin
 from megatron.context_parallel.tokens.documents import Documents, placement_of
 
@@ -44,7 +45,7 @@ class LayoutRotaryEmbedding(torch.nn.Module):
 
     def _make_rows(self, length: int) -> Tensor:
         whole = self._make_table(length)
-        return whole.index_select(0, self.cp.positions(length).to(whole.device))
+        return whole.index_select(0, to_device(self.cp.positions(length), whole.device))
 
     def get_rotary_seq_len(self, context, decoder, decoder_input, config, packed_seq_params) -> int:
         """The length of the whole sequence, packed or not. megatron-core asks for it before each `forward`."""
@@ -71,7 +72,7 @@ class LayoutRotaryEmbedding(torch.nn.Module):
     def at(self, positions: Tensor, length: int) -> Tensor:
         """Angles [rows, 1, 1, d] of positions int64 [rows] below `length`."""
         table = self._tables(1 << (length - 1).bit_length())  # so that few tables cover all lengths
-        return table.index_select(0, positions.to(table.device))
+        return table.index_select(0, to_device(positions, table.device))
 
 
 def use_layout(model: GPTModel, cp: ContextParallel) -> None:

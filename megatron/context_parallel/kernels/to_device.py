@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """`x` of the host on `device`. A copy to a GPU starts from pinned memory, so the host goes on at once."""
-    if device.type == "cuda":
+    """`x` on `device`. A copy from the host to a GPU starts from pinned memory, so the host goes on at once."""
+    if device.type == "cuda" and not x.is_cuda:
         x = x.pin_memory()
     return x.to(device, non_blocking=True)

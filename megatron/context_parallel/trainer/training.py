@@ -301,10 +301,10 @@ def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tu
 
     They take one reduction over the world.
     """
-    sums = torch.zeros(5, dtype=torch.float64, device=torch.cuda.current_device())
+    device = torch.device(torch.cuda.current_device())
+    sums = to_device(torch.tensor([0, 0, 0, vote, len(findings.found)], dtype=torch.float64), device)
     if data and parallel_state.get_tensor_model_parallel_rank() == 0:  # only the last stage has losses
         sums[:3] = torch.stack(data).sum(0)
-    sums[3], sums[4] = vote, len(findings.found)
     dist.all_reduce(sums)
     total, tokens, flops, votes, found = sums.tolist()
     return total / max(tokens, 1.0), flops, int(votes), int(found)

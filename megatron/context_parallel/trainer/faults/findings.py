@@ -86,17 +86,18 @@ class Findings:
 
     def look(self, losses: list[Tensor]) -> None:
         """Record the losses of a pass (`losses`: as `run_micro_batches` returns them) and its gradients."""
-        sums = torch.stack(losses).tolist() if losses else []
-        self.values = {
-            f"loss of micro batch {number} of {len(sums)}": total / max(tokens, 1.0)
-            for number, (total, tokens, _) in enumerate(sums, 1)
-        }
         for chunk in self._sharded:
             self._norms.update(_norms_of_shares(chunk))
-        if self._norms:
-            norms = torch.stack(list(self._norms.values())).tolist()
-            self.values.update(zip((f"gradient of {name}" for name in self._norms), norms, strict=True))
-            self._norms = {}
+        # A GPU is waited for once.
+        parts = [*losses, torch.stack([*self._norms.values()]).double()] if self._norms else losses
+        numbers = torch.cat(parts).tolist() if parts else []
+        self.values = {}
+        for number in range(len(losses)):
+            total, tokens = numbers[3 * number : 3 * number + 2]
+            self.values[f"loss of micro batch {number + 1} of {len(losses)}"] = total / max(tokens, 1.0)
+        names = [f"gradient of {name}" for name in self._norms]
+        self.values.update(zip(names, numbers[3 * len(losses) :], strict=True))
+        self._norms = {}
 
     def note_numbers(self) -> None:
         """Record findings about values that are not finite, and about loss spikes."""

@@ -30,6 +30,7 @@ from megatron.context_parallel.integration.rope import use_layout
 from megatron.context_parallel.integration.spec import Contexts, block_spec
 from megatron.context_parallel.integration.vocabulary import draw_rows, leave_out_padding
 from megatron.context_parallel.integration.yarn import use_yarn
+from megatron.context_parallel.patches.megatron_gradient_norm import norm_on_device
 from megatron.context_parallel.trainer.config.flags import Arguments
 from megatron.context_parallel.trainer.config.samples import decay_samples, train_samples, warmup_samples
 from megatron.context_parallel.trainer.config.workload import model_of, run_of
@@ -227,6 +228,7 @@ def build_optimizer(args: Arguments, model: list[DataParallel]) -> tuple[Megatro
     given = fields_given(args, OptimizerConfig) | {"clip_grad": args.clip_grad or math.inf}
     if args.use_torch_fsdp2:  # its weights are already float32
         given |= {"bf16": False, "params_dtype": torch.float32, "optimizer_cpu_offload": False}
+    norm_on_device()
     config = OptimizerConfig(**given)
     optimizer = get_megatron_optimizer(config, model, use_gloo_process_groups=False)
     if args.use_torch_fsdp2:

@@ -1,0 +1,225 @@
+"""`torch.cuda`, NCCL and Triton of a process with a pretended GPU (`pretended_cuda.py`)."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.utils._pytree import tree_map_only
+
+LIBRARY = torch.library.Library("aten", "IMPL", "CUDA")
+counted: Counter[str] = Counter()  # calls of attention libraries and launches of Triton's kernels, by name
+pretended = torch.ops.pretended
+PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30, name="pretended", major=9, minor=0)
+RUNTIME = SimpleNamespace(
+    cudaHostRegister=lambda address, size, flags: pretended.pin(address, size),
+    cudaHostUnregister=lambda address: pretended.pin(address, 0),
+)
+
+
+class Event:
+    """As `torch.cuda.Event`: complete at once."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.at = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self.at = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1000 * (end.at - self.at)
+
+
+class Stream(torch.Stream):
+    """As `torch.cuda.Stream`: its work is done at once."""
+
+    def __new__(cls, device: object = None, priority: int = 0) -> "Stream":
+        return super().__new__(cls, device=torch.device("cuda", torch.cuda.current_device()))
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record()
+        return event
+
+
+class _Current:
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams: list[Stream] = []
+
+    def set_device(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and index >= 0:
+            self.device = index
+            pretended.set_device(index)
+
+    def stream(self, device: object = None) -> Stream:
+        if not self.streams:
+            self.streams.append(Stream())
+        return self.streams[-1]
+
+    @contextmanager
+    def within(self, stream: Stream | None):
+        self.streams.append(stream or self.stream())
+        try:
+            yield
+        finally:
+            self.streams.pop()
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> None:
+    if storage.device.type == "cuda":
+        pretended.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), size)
+    else:
+        resize_storage(storage, size)
+
+
+resize_storage = torch.UntypedStorage.resize_
+
+
+def install(capability: tuple[int, int]) -> None:
+    """Gives PyTorch the functions that ask a GPU."""
+    from tests.support.recorded_graph import RecordedGraph, recording
+
+    @contextmanager
+    def capture(graph: RecordedGraph, **how: Any) -> Iterator[None]:
+        pretended.capture(True)
+        try:
+            with recording(graph, **how):
+                yield
+        finally:
+            pretended.capture(False)
+
+    current = _Current()
+    generator = torch.default_generator
+    cuda: dict[str, object] = {
+        "CUDAGraph": RecordedGraph,
+        "Event": Event,
+        "Stream": Stream,
+        "_exchange_device": lambda device: current.device,
+        "_maybe_exchange_device": lambda device: current.device,
+        "_is_compiled": lambda: True,
+        "_lazy_init": lambda: None,
+        "_sleep": lambda cycles: None,
+        "check_error": lambda code: None,
+        "cudart": lambda: RUNTIME,
+        "current_device": lambda: current.device,
+        "current_stream": current.stream,
+        "default_generators": (generator,) * 8,
+        "default_stream": current.stream,
+        "device_count": lambda: 8,
+        "empty_cache": lambda: None,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: "pretended",
+        "get_device_properties": lambda device=None: PROPERTIES,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "graph": capture,
+        "graph_pool_handle": object,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_current_stream_capturing": lambda: False,
+        "is_initialized": lambda: True,
+        "manual_seed": generator.manual_seed,
+        "manual_seed_all": generator.manual_seed,
+        "max_memory_allocated": lambda device=None: 1,
+        "mem_get_info": lambda device=None: (2**34, 2**36),
+        "memory_allocated": lambda device=None: 0,
+        "memory_reserved": lambda device=None: 0,
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "seed_all": generator.seed,
+        "set_device": current.set_device,
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "set_stream": lambda stream: None,
+        "set_sync_debug_mode": lambda mode: pretended.warn(mode == "warn"),
+        "stream": current.within,
+        "synchronize": lambda device=None: None,
+    }
+    for name, value in cuda.items():
+        setattr(torch.cuda, name, value)
+    torch.compile = lambda function=None, **how: function if function else lambda later: later
+    torch._C._cuda_getDevice = lambda: current.device
+    torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
+    torch.UntypedStorage.resize_ = _resize
+    torch.backends.cudnn.version = lambda: 91900
+    torch.backends.cuda.is_flash_attention_available = lambda: True
+    _use_gloo_as_nccl()
+    _compute_by_definition()
+    ForkingPickler.register(Tensor, lambda x: reductions.reduce_tensor(x.detach().cpu() if x.is_cuda else x))
+
+
+def _compute_by_definition() -> None:
+    """Attention libraries and launches of Triton's kernels."""
+    import triton
+
+    from tests.support.gpu_kernels import LIBRARIES
+
+    for name, by_definition in LIBRARIES.items():
+        LIBRARY.impl(name, _on_host(name, by_definition))
+    triton.runtime.jit.JITFunction.run = _launch
+
+
+def _on_host(name: str, by_definition: Callable) -> Callable:
+    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+
+    def call(*args: Any, **how: Any) -> Any:
+        given = {x.name: x.default_value for x in arguments}  # PyTorch leaves out defaults
+        given |= dict(zip(given, args, strict=False)) | how
+        counted[name] += 1
+        found = by_definition(*tree_map_only(Tensor, _host, tuple(given.values())))
+        return tree_map_only(Tensor, pretended.device, found)
+
+    return call
+
+
+def _host(x: Tensor) -> Tensor:
+    return pretended.host(x) if x.is_cuda else x
+
+
+def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **how: Any) -> None:
+    """In place of a launch of a Triton kernel."""
+    from tests.support.gpu_kernels import KERNELS
+    from tests.support.recorded_graph import launch
+
+    given = dict(zip(kernel.arg_names, args, strict=False)) | how
+    for name, x in given.items():
+        if isinstance(x, Tensor) and not x.is_cuda:
+            raise ValueError(
+                f"Pointer argument {name} of {kernel.__name__} cannot be accessed from Triton (cpu tensor?)"
+            )
+    assert min(grid) > 0, (kernel.__name__, grid)
+    counted[kernel.__name__] += 1
+    launch(KERNELS[kernel.__name__])(**tree_map_only(Tensor, _host, given))
+
+
+def _use_gloo_as_nccl() -> None:
+    real_init, real_group = dist.init_process_group, dist.new_group
+
+    def init(backend: str | None = None, *args: Any, **how: Any) -> None:
+        how.pop("device_id", None)
+        real_init("gloo", *args, **how)
+
+    def group(*args: Any, **how: Any) -> Any:
+        return real_group(*args, **{**how, "backend": "gloo", "pg_options": None})
+
+    dist.init_process_group, dist.new_group = init, group
