@@ -55,14 +55,17 @@ class Case(NamedTuple):
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
+FP16 = {"fp16": True, "params_dtype": torch.float16, "initial_loss_scale": 64.0}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32}
 DOCUMENTS = {"reset_attention_mask": True}
 MEGATRON_FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+SAVED = {"save": "FOLDER", "save_interval": 2}
 CASES = {
-    "llama": Case(1, {"save": "FOLDER", "save_interval": 2, "eval_iters": 1, "eval_interval": 2}),
+    "llama": Case(1, SAVED | {"eval_iters": 1, "eval_interval": 2}),
     "gpt3": Case(1, {"family": "gpt3"}, bound=1e-3),  # on a GPU its fused GELU has the tanh form
     "sinks": Case(2, {"family": "sinks", "context_parallel_size": 2, "cp_strategy": "ulysses"}),
     "bf16": Case(1, BF16, bound=1e-2),
+    "fp16": Case(2, FP16 | SAVED | {"context_parallel_size": 2}, waits=WAITS_OF_STEP + 1, bound=1e-2),
     "documents": Case(4, DOCUMENTS | {"context_parallel_size": 4, "cp_strategy": "mesh"}),
     "placed documents": Case(2, DOCUMENTS | {"context_parallel_size": 2, "cp_place_documents": True}),
     "data and context": Case(4, {"context_parallel_size": 2, "cp_strategy": "allgather", **FULL}),

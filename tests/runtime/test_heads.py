@@ -494,9 +494,9 @@ def test_exact_between_processes(ranks, name, options):
     "name,n,options,message",
     [
         ("usp", 4, {"head_parallel_size": 3},
-         "--cp-head-parallel-size 3: does not divide 4 context ranks; give one of 1, 2, 4"),
+         "--cp-head-parallel-size 3: does not divide 4 context ranks; give --cp-head-parallel-size 1 or 2 or 4"),
         ("ring", 4, {"head_parallel_size": 0},
-         "--cp-head-parallel-size 0: does not divide 4 context ranks; give one of 1, 2, 4"),
+         "--cp-head-parallel-size 0: does not divide 4 context ranks; give --cp-head-parallel-size 1 or 2 or 4"),
         ("ulysses", 4, {"head_parallel_size": 2},
          "--cp-head-parallel-size 2: ulysses splits the heads over all 4 context ranks; give 4, or usp"),
         ("usp", 4, {}, "--cp-strategy usp: needs --cp-head-parallel-size 2 or more; for 1, give ring"),
@@ -505,7 +505,8 @@ def test_exact_between_processes(ranks, name, options):
         ("ring", 4, {"head_rounds": 2},
          "--cp-head-rounds 2: needs --cp-head-parallel-size 2 or more; for 1, give --cp-head-rounds 1"),
         ("ulysses", 4, {"head_rounds": 3, "heads": 16, "kv_heads": 8},
-         "--cp-head-rounds 3: cannot split the 4 heads of a rank, of 16 with 8 key/value heads; give one of 1, 2, 4"),
+         "--cp-head-rounds 3: cannot split the 4 heads of a rank, of 16 with 8 key/value heads; "
+         "give --cp-head-rounds 1 or 2 or 4"),
         ("usp", 4, {"placement": "node"}, "--cp-placement node: unknown; choose head-first or context-first"),
         ("ulysses", 4, {"token_rounds": 2},
          "--cp-token-rounds 2: does not work with --cp-layout contiguous; give cyclic"),
@@ -545,7 +546,7 @@ def test_sizes_that_split_the_heads():
     [
         ("usp", 4, 2, 33, 33,
          "--cp-head-parallel-size 2: cannot split 33 heads with 33 key/value heads, as 1, 3, 11, 33 can; "
-         "give --cp-head-parallel-size 1"),
+         "give --cp-strategy ring --cp-head-parallel-size 1"),
         ("loongtrain", 6, 6, 12, 4,
          "--cp-head-parallel-size 6: cannot split 12 heads with 4 key/value heads, as 1, 2, 4, 12 can; "
          "give --cp-head-parallel-size 2"),

@@ -38,6 +38,11 @@ def layers(flags: str) -> list[str]:
         ("--cp-comm-type all_gather", ["allgather"] * 4),
         ("--cp-comm-type a2a --cp-strategy ulysses", ["ulysses"] * 4),
         ("--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", ["usp:head_parallel_size=2"] * 4),
+        ("--cp-strategy ulysses:layout=zigzag --cp-layout zigzag", ["ulysses:layout=zigzag"] * 4),
+        (
+            "--bf16 --cp-strategy ring:partials_in_16_bits=True --cp-partials-in-16-bits",
+            ["ring:partials_in_16_bits=True"] * 4,
+        ),
         ("--cp-comm-type p2p p2p a2a a2a --cp-strategy ring*2,ulysses*2", ["ring"] * 2 + ["ulysses:layout=zigzag"] * 2),
     ],
 )
@@ -69,6 +74,7 @@ def test_each_layer_has_its_strategy(flags, specs):
             "--cp-strategy ring*2,usp:head_parallel_size=2,placement=context-first*2",
             "a rank would hold different tokens than with",
         ),
+        ("--cp-strategy ring:layout=cyclic --cp-layout zigzag", "ring:layout=cyclic: layout is given twice; leave one"),
         ("--cp-strategy ring*2,typo*2", "--cp-strategy typo: unknown"),
         (
             "--cp-strategy ring --cp-comm-type a2a",
@@ -85,6 +91,18 @@ def test_each_layer_has_its_strategy(flags, specs):
         (
             "--cp-comm-type p2p --hierarchical-context-parallel-sizes 2 2",
             "--hierarchical-context-parallel-sizes 2 2: needs --cp-comm-type a2a+p2p; add that or leave this out",
+        ),
+        (
+            "--cp-comm-type a2a --num-attention-heads 2 --kv-channels 8",
+            "; give --cp-strategy usp --cp-head-parallel-size 2, without --cp-comm-type a2a",
+        ),
+        (
+            "--cp-comm-type p2p --cp-inner-ring-size 2",
+            "not an option of ring; give --cp-strategy loongtrain, without --cp-comm-type p2p",
+        ),
+        (
+            "--cp-comm-type p2p a2a p2p p2p --reset-attention-mask --cp-place-documents",
+            "; give --cp-strategy ring, without --cp-comm-type p2p a2a p2p p2p",
         ),
     ],
 )

@@ -94,7 +94,14 @@ def _resize(storage: torch.UntypedStorage, size: int) -> None:
         resize_storage(storage, size)
 
 
-resize_storage = torch.UntypedStorage.resize_
+def _move(storage: torch.UntypedStorage, device: torch.device, non_blocking: bool = False) -> torch.UntypedStorage:
+    """A copy on a device, as `torch.load` makes it."""
+    if torch.device(device).type == "cuda":
+        return torch.empty(0, dtype=torch.uint8).set_(storage).to(device).untyped_storage()
+    return move_storage(storage, device=device, non_blocking=non_blocking)
+
+
+resize_storage, move_storage = torch.UntypedStorage.resize_, torch.UntypedStorage.to
 
 
 def install(capability: tuple[int, int]) -> None:
@@ -160,7 +167,7 @@ def install(capability: tuple[int, int]) -> None:
     torch.compile = lambda function=None, **how: function if function else lambda later: later
     torch._C._cuda_getDevice = lambda: current.device
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
-    torch.UntypedStorage.resize_ = _resize
+    torch.UntypedStorage.resize_, torch.UntypedStorage.to = _resize, _move
     torch.backends.cudnn.version = lambda: 91900
     torch.backends.cuda.is_flash_attention_available = lambda: True
     _use_gloo_as_nccl()

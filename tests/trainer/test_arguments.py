@@ -225,6 +225,13 @@ def test_fewer_samples_than_an_update_are_refused(rampup, first):
         parsed(f"{run} {first - 1}")
 
 
+def test_a_ramp_up_to_an_odd_batch_recommends_one_that_works():
+    run = f"{SMALL} --micro-batch-size 3 --train-samples 80 --rampup-batch-size 3 3 9 --global-batch-size"
+    with pytest.raises(UsageError, match=r"^--global-batch-size 8: .* multiple of 3, .*; give --global-batch-size 6$"):
+        parsed(f"{run} 8")
+    assert parsed(f"{run} 6").global_batch_size == 6
+
+
 def test_null_tokenizer_has_one_token_more_than_its_vocabulary():
     args = parsed(f"{SMALL} --tokenizer-type NullTokenizer --vocab-size 128 --make-vocab-size-divisible-by 1")
     assert (args.vocab_size, args.padded_vocab_size) == (128, 129)

@@ -50,6 +50,8 @@ class Flag(Option):
     def as_flag(self, value: object) -> str:
         if self.kind is bool and not self.optional:
             return self.option
+        if isinstance(value, tuple) and "," in self.unit:
+            return f"{self.option} {','.join(map(str, value))}"
         return f"{self.option} {' '.join(map(show, value))}" if isinstance(value, list) else super().as_flag(value)
 
     @property

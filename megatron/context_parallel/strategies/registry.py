@@ -223,15 +223,17 @@ class Strategy:
         size = given if given is not None else n if self.head_parallel == "all" else 1
         flag = f"--cp-head-parallel-size {size}"
         if type(size) is not int or size < 1 or n % size:
-            sizes = ", ".join(map(str, divisors(n)))
-            raise UsageError(f"{flag}: does not divide {n} context ranks; give one of {sizes}")
+            sizes = " or ".join(map(str, divisors(n)))
+            raise UsageError(f"{flag}: does not divide {n} context ranks; give --cp-head-parallel-size {sizes}")
         if self.head_parallel == "all" and size < n:
             raise UsageError(f"{flag}: {self.name} splits the heads over all {n} context ranks; give {n}, or usp")
         if self.head_parallel == "required" and size == 1 and n > 1:
             raise UsageError(f"--cp-strategy {self.name}: needs --cp-head-parallel-size 2 or more; for 1, give ring")
         if heads and size not in (fits := head_parallel_sizes(heads, kv_heads or heads)):
             best = max(d for d in fits if n % d == 0)
-            give = "--cp-strategy usp " if self.head_parallel == "all" else ""
+            other = "usp" if best > 1 else "ring"  # the others need 2 or more
+            changes = self.head_parallel == "all" or (self.head_parallel == "required" and best == 1)
+            give = f"--cp-strategy {other} " if changes else ""
             raise UsageError(
                 f"{flag}: cannot split {heads} heads with {kv_heads} key/value heads, as "
                 f"{', '.join(map(str, fits))} can; give {give}--cp-head-parallel-size {best}"
@@ -252,7 +254,7 @@ def _check_rounds(rounds: int, size: int, heads: int | None, kv_heads: int | Non
     if rounds not in fits:
         raise UsageError(
             f"{flag}: cannot split the {heads // size} heads of a rank, of {heads} with {kv_heads} key/value heads; "
-            f"give one of {', '.join(map(str, fits))}"
+            f"give --cp-head-rounds {' or '.join(map(str, fits))}"
         )
 
 

@@ -152,11 +152,18 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
             raise
         _check_dashes(str(spec), strategy, texts)
         own = strategy.with_current_names(texts)
-        if both := own.keys() & strategy.with_current_names(given).keys():
+        again = strategy.with_current_names(given)
+        if both := [name for name in own if name in again and _differs(strategy, name, own[name], again[name])]:
             raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
     given = own | strategy.with_current_names(given)
     common = {name: option.parse(given.pop(name)) for name, option in COMMON.items() if name in given}
     return Choice(strategy, common, strategy.parse_options(given, n), source)
+
+
+def _differs(strategy: Strategy, name: str, value: Any, other: Any) -> bool:
+    """Whether two given values of an option differ. Errors show whole specs, also with options that flags gave."""
+    option = COMMON.get(name) or strategy.options.get(name)
+    return option is None or option.parse(value) != option.parse(other)
 
 
 def _check_dashes(spec: str, strategy: Strategy, texts: dict[str, Any]) -> None:

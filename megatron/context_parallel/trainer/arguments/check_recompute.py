@@ -42,6 +42,9 @@ def _check_whitelist(args: Arguments, names: list[str]) -> Iterator[UsageError]:
 
 def _check_modules(args: Arguments, modules: list[str]) -> Iterator[UsageError]:
     name = "recompute_modules"
+    if args.recompute_granularity == "full":
+        yield refusal(args, name, "--recompute-granularity full computes whole layers again; leave it out")
+        return
     if args.recompute_granularity != "selective":
         why = "has an effect only with selective recomputation"
         yield refusal(args, name, why, recompute_granularity="selective")
@@ -67,8 +70,9 @@ def _check_offloading(args: Arguments, modules: list[str]) -> Iterator[UsageErro
     """The errors about megatron-core's own offloading of activations."""
     name = "fine_grained_activation_offloading"
     if args.transformer_impl != "transformer_engine":
-        why = "needs a GPU and --transformer-impl transformer_engine"
-        yield refusal(args, name, why, offload_checkpoints=True, recompute_granularity="full")
+        why = "needs a GPU and --transformer-impl transformer_engine; instead of it and --offload-modules"
+        full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        yield refusal(args, name, f"{why} give --offload-checkpoints {full}")
         return
     if not args.dry_run and os.environ.get("NVTE_CPU_OFFLOAD_V1") != "1":
         yield refusal(args, name, "needs NVTE_CPU_OFFLOAD_V1=1 in the environment; set it")

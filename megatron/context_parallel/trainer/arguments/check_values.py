@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
-from itertools import product
+from itertools import count, product
 from traceback import extract_tb
 from typing import cast
 
@@ -18,6 +18,7 @@ from megatron.context_parallel.trainer.config.samples import batch_size, decay_s
 from .check_experts import check_experts
 from .check_recompute import check_recompute
 from .check_sharding import check_sharding, missing_for_optimizer_on_host
+from .cp_strategy import without_types
 
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
@@ -70,13 +71,19 @@ def _check_model(args: Arguments) -> Iterator[UsageError]:
         why = f"neither divides nor is a multiple of --tensor-model-parallel-size {tensor}"
         yield refusal(args, "num_query_groups", why, tensor_model_parallel_size=math.gcd(groups, tensor))
     yield from _check_special_layers(args)
-    if args.position_embedding_type != "learned_absolute" and int(args.kv_channels * args.rotary_percent) % 2:
-        yield refusal(args, "kv_channels", "RoPE needs an even head dimension", kv_channels=args.kv_channels + 1)
+    if args.position_embedding_type != "learned_absolute" and _rotated(args, args.kv_channels) % 2:
+        wider = next(width for width in count(args.kv_channels) if _rotated(args, width) % 2 == 0)
+        yield refusal(args, "kv_channels", "RoPE rotates an even number of dimensions", kv_channels=wider)
     narrow = args.cp_partials_in_16_bits or any(choice.partials_in_16_bits for choice in args.cp_layers)
     if narrow and args.params_dtype.itemsize > 2:
         yield UsageError("--cp-partials-in-16-bits: the model is float32; give --bf16, or leave it out")
     if args.attention_dropout:
         yield refusal(args, "attention_dropout", "context-parallel attention has no dropout", attention_dropout=0)
+
+
+def _rotated(args: Arguments, width: int) -> int:
+    """How many dimensions of a head of this width RoPE rotates."""
+    return int(width * args.rotary_percent)
 
 
 def _check_special_layers(args: Arguments) -> Iterator[UsageError]:
@@ -105,7 +112,7 @@ def _check_sequence(args: Arguments) -> Iterator[UsageError]:
     parts = n * sharers
     if args.cp_layers:
         for choice in distinct(args.cp_layers):
-            yield from caught(_check_plan, args, choice)
+            yield from (without_types(args, error) for error in caught(_check_plan, args, choice))
         yield from caught(check_same_tokens, args.cp_layers, n)
         layout = args.cp_layers[0].layout
         if args.cp_place_documents:
@@ -128,7 +135,7 @@ def check_placement(args: Arguments) -> Iterator[UsageError]:
         yield refusal(args, "seq_length", why, seq_length=math.ceil(args.seq_length / parts) * parts)
     if len({choice.plan(args.context_parallel_size).n for choice in args.cp_layers}) > 1:
         why = "the layers have different head-parallel sizes, so a rank would hold different tokens"
-        yield refusal(args, "cp_strategy", why, cp_strategy=args.cp_layers[0].spec)
+        yield without_types(args, refusal(args, "cp_strategy", why, cp_strategy=args.cp_layers[0].spec))
     if args.num_experts and args.moe_router_load_balancing_type == "seq_aux_loss" and args.micro_batch_size > 1:
         why = "--cp-place-documents lays the sequences of a micro batch end to end"
         yield refusal(args, "moe_router_load_balancing_type", why, moe_router_load_balancing_type="aux_loss")
@@ -166,6 +173,9 @@ def check_rampup(args: Flags, data_parallel_size: int) -> None:
     whole = args.global_batch_size
     if args.num_layers_per_virtual_pipeline_stage:
         each *= args.pipeline_model_parallel_size  # the interleaved schedule needs whole rounds
+    if whole % each:
+        why = f"with --rampup-batch-size it must be a multiple of {each}, the sequences of a micro batch of all ranks"
+        refuse(args, "global_batch_size", why, global_batch_size=max(whole // each, 1) * each)
     why = f"must be three numbers, START + a multiple of INCREMENT = --global-batch-size {whole}, multiples of {each}"
     good = len(given) == 3 and given[0] <= whole and (whole - given[0]) % given[1] == 0
     if not good or given[0] % each or given[1] % each:

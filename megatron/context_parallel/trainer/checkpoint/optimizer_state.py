@@ -44,7 +44,9 @@ def sharded_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], l
     sharding = METADATA["distrib_optim_sharding_type"]
     sharded = {"optimizer": {"param_groups": groups}, "param_state": states, "param_state_sharding_type": sharding}
     if scaler := getattr(parts[0], "grad_scaler", None):
-        sharded["grad_scaler"] = scaler.state_dict()
+        # On the host: megatron-core sends it to all ranks, which would each take memory of the sender's GPU.
+        saved = scaler.state_dict()
+        sharded["grad_scaler"] = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in saved.items()}
     return sharded
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.context_parallel.cli.flag import FlagSection, flag
 from megatron.context_parallel.cli.layer_list import layer_list_text
 from megatron.context_parallel.cluster.step.train_config import SHARDING
+from megatron.context_parallel.errors import UsageError
 
 from .context_parallel_flags import ContextParallel
 from .expert_flags import Experts
@@ -54,9 +55,13 @@ def read_gib(text: str) -> float:
 def _shares(text: str) -> str:
     """`text`, if it contains up to three fractions, the first above 0."""
     text = text.strip("'\"")  # scripts may leave quotes
-    first, *others = map(float, text.split(","))
-    if not (0 < first < math.inf and len(others) < 3 and all(0 <= share < math.inf for share in others)):
-        raise ValueError
+    try:
+        first, *others = map(float, text.split(","))
+        good = 0 < first < math.inf and len(others) < 3 and all(0 <= share < math.inf for share in others)
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError(f"--split {text}: need up to three numbers, the first above 0, such as --split {SPLIT}")
     return text
 
 

@@ -84,10 +84,9 @@ def tokenizer_files(folder: str) -> list[Path]:
 
 def _null_vocabulary(size: int | None) -> int:
     if not size or size < 1:
-        raise UsageError(
-            f"--vocab-size {size}: does not work with --tokenizer-type NullTokenizer; "
-            "give the number of token ids in the data, such as --vocab-size 32000"
-        )
+        what = "missing" if size is None else f"{size} are too few"
+        needs = "with --tokenizer-type NullTokenizer give the number of token ids in the data"
+        raise UsageError(f"--vocab-size: {what}; {needs}, such as --vocab-size 32000")
     return size
 
 
