@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,10 @@ def _compute_by_definition() -> None:
 
     for name, by_definition in LIBRARIES.items():
         LIBRARY.impl(name, _on_host(name, by_definition))
+    for name in ("_softmax", "_log_softmax"):
+        LIBRARY.impl(name, partial(_softmax, getattr(torch.ops.aten, name)))
+        backward = f"{name}_backward_data"
+        LIBRARY.impl(backward, partial(_softmax_backward, getattr(torch.ops.aten, backward)))
     triton.runtime.jit.JITFunction.run = _launch
 
 
@@ -197,6 +202,16 @@ def _on_host(name: str, by_definition: Callable) -> Callable:
         return tree_map_only(Tensor, pretended.device, found)
 
     return call
+
+
+def _softmax(op: Callable, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """A GPU makes float32 of 16 bits in it. A CPU does not."""
+    x = _host(x)
+    return pretended.device(op(x.float() if half_to_float else x, dim, False))
+
+
+def _softmax_backward(op: Callable, grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return pretended.device(op(_host(grad), _host(out), dim, out.dtype).to(dtype))
 
 
 def _host(x: Tensor) -> Tensor:
