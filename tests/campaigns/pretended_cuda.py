@@ -58,6 +58,7 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 FP16 = {"fp16": True, "params_dtype": torch.float16, "initial_loss_scale": 64.0}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32}
 DOCUMENTS = {"reset_attention_mask": True}
+FSDP2 = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
 MEGATRON_FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 SAVED = {"save": "FOLDER", "save_interval": 2}
 CASES = {
@@ -74,7 +75,8 @@ CASES = {
     "experts": Case(2, EXPERTS | {"expert_model_parallel_size": 2}, waits=WAITS_OF_STEP + 6),  # 3 for each layer
     "offloaded": Case(1, FULL | {"offload_checkpoints": True, "offload_kept": True, "recompute_whitelist": ["qkv"]}),
     "chunks": Case(1, {"cross_entropy_chunk_size": 16, "mlp_chunks_for_training": 2}),
-    "fsdp2": Case(2, {"use_torch_fsdp2": True, "use_distributed_optimizer": False}),
+    "fsdp2": Case(2, FSDP2),
+    "fsdp2 on the host": Case(2, FSDP2 | {"optimizer_cpu_offload": True}, waits=WAITS_OF_STEP + 3),
     "megatron fsdp": Case(2, MEGATRON_FSDP),
     "greedy": Case(1, {}, 1, params={"temperature": 0.0}),
     "int8": Case(2, {"kv_cache_dtype": "int8", "frozen": True}, 2, params={"temperature": 0.0}),

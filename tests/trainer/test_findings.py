@@ -5,6 +5,7 @@ import os
 import re
 import time
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -208,16 +209,20 @@ def test_the_host_waits_once_for_the_values_of_a_step_and_never_within_a_norm():
     findings = Findings(SimpleNamespace(check_for_nan_in_loss_and_grad=True, loss_scale=None, fp16=False), [], None)
     weights = {"a": torch.randn(4, 3), "b": torch.randn(5)}
     norm_on_device()
-    with pretended_gpu(), synchronisations(GPU) as waits:
+    current = patch.object(torch.cuda, "current_device", lambda: GPU)  # a device: without CUDA, numbers are refused
+    with pretended_gpu(), synchronisations(GPU) as waits, current:
         gradients = {name: to_device(weight, GPU) for name, weight in weights.items()}
-        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, None, [[*gradients.values()]], False)
+        flag = torch.zeros(1, dtype=torch.int, device=GPU)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [[*gradients.values()]], False)
         findings._keep_norms([*gradients], [SimpleNamespace(main_grad=x) for x in gradients.values()])
         losses = [to_device(torch.tensor(x, dtype=torch.float64), GPU) for x in ([6.0, 3.0, 1e9], [0.0, 0.0, 1e9])]
         assert waits() == 0
         findings.look(losses)
         assert waits() == 1
+        in_host_memory, _ = clip_grads.l2_norm_impl(0, flag, [[*weights.values()]], False)
+        assert in_host_memory.device == norm.device == GPU
     expected = {f"gradient of {name}": weight.norm().item() for name, weight in weights.items()}
     of_losses = {"loss of micro batch 1 of 2": 2.0, "loss of micro batch 2 of 2": 0.0}
     assert findings.values == of_losses | expected
     whole = torch.cat([weight.flatten() for weight in weights.values()]).norm().item()
-    assert norm.host.tolist() == pytest.approx([whole], rel=1e-6)
+    assert norm.host.tolist() == in_host_memory.host.tolist() == pytest.approx([whole], rel=1e-6)

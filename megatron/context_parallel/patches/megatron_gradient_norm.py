@@ -24,6 +24,9 @@ def norm_on_device() -> None:
 
 
 def _norm(chunk_size: int, noop: Tensor, tensor_lists: list[list[Tensor]], *_: object) -> tuple[Tensor, None]:
-    """The norm of all tensors, float32 [1], on their device; as `multi_tensor_l2norm` of Transformer Engine."""
+    """The norm of all tensors, float32 [1], as `multi_tensor_l2norm` of Transformer Engine.
+
+    It is on the device of `noop`, from which it is summed over ranks: tensors may be in host memory.
+    """
     norms = norm_of_each([tensor for tensors in tensor_lists for tensor in tensors], dtype=torch.float32)
-    return torch.stack(norms).norm().view(1), None
+    return torch.stack(norms).norm().view(1).to(noop.device), None

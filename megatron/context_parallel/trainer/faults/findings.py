@@ -88,9 +88,12 @@ class Findings:
         """Record the losses of a pass (`losses`: as `run_micro_batches` returns them) and its gradients."""
         for chunk in self._sharded:
             self._norms.update(_norms_of_shares(chunk))
-        # A GPU is waited for once.
-        parts = [*losses, torch.stack([*self._norms.values()]).double()] if self._norms else losses
-        numbers = torch.cat(parts).tolist() if parts else []
+        parts = [*losses]
+        if self._norms:
+            norms = torch.stack([*self._norms.values()])  # on the host, if the optimizer is there
+            there = torch.empty(len(norms), dtype=torch.float64, device=torch.cuda.current_device())
+            parts.append(there.copy_(norms, non_blocking=True))
+        numbers = torch.cat(parts).tolist() if parts else []  # a GPU is waited for once
         self.values = {}
         for number in range(len(losses)):
             total, tokens = numbers[3 * number : 3 * number + 2]
