@@ -233,7 +233,7 @@ class Training(FlagSection, title="training"):
         "recompute groups of layers, or the first", choices=("uniform", "block"), needs=FULL
     )
     recompute_num_layers: int | None = flag(
-        "layers per group, or of the first", needs=FULL, not_above="layers_of_a_turn"
+        "layers per group, or of the first", needs=FULL, not_above="layers_of_a_virtual_stage"
     )
     recompute_whitelist: list[str] | None = flag(
         "modules to save instead of recomputing (Selective Checkpoint++)",
@@ -480,7 +480,7 @@ class Arguments(Flags):
         return self.num_layers // self.pipeline_model_parallel_size
 
     @property
-    def layers_of_a_turn(self) -> int:
+    def layers_of_a_virtual_stage(self) -> int:
         return self.layers_of_a_stage // (self.virtual_pipeline_model_parallel_size or 1)
 
     @property
