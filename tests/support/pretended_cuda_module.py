@@ -1,6 +1,5 @@
 """`torch.cuda`, NCCL and Triton of a process with a pretended GPU (`pretended_cuda.py`)."""
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,9 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils._pytree import tree_map_only
 
-LIBRARY = torch.library.Library("aten", "IMPL", "CUDA")
+from tests.support.gpu_calls import Event, all_arguments, arguments_of_launch
+
+CUDA_OPERATORS = torch.library.Library("aten", "IMPL", "CUDA")
 counted: Counter[str] = Counter()  # calls of attention libraries and launches of Triton's kernels, by name
 pretended = torch.ops.pretended
 PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30, name="pretended", major=9, minor=0)
@@ -23,26 +24,6 @@ RUNTIME = SimpleNamespace(
     cudaHostRegister=lambda address, size, flags: pretended.pin(address, size),
     cudaHostUnregister=lambda address: pretended.pin(address, 0),
 )
-
-
-class Event:
-    """As `torch.cuda.Event`: complete at once."""
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.at = 0.0
-
-    def record(self, stream: object = None) -> None:
-        self.at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: object = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1000 * (end.at - self.at)
 
 
 class Stream(torch.Stream):
@@ -183,22 +164,20 @@ def _compute_by_definition() -> None:
     from tests.support.gpu_kernels import LIBRARIES
 
     for name, by_definition in LIBRARIES.items():
-        LIBRARY.impl(name, _on_host(name, by_definition))
+        CUDA_OPERATORS.impl(name, _on_host(name, by_definition))
     for name in ("_softmax", "_log_softmax"):
-        LIBRARY.impl(name, partial(_softmax, getattr(torch.ops.aten, name)))
+        CUDA_OPERATORS.impl(name, partial(_softmax, getattr(torch.ops.aten, name)))
         backward = f"{name}_backward_data"
-        LIBRARY.impl(backward, partial(_softmax_backward, getattr(torch.ops.aten, backward)))
+        CUDA_OPERATORS.impl(backward, partial(_softmax_backward, getattr(torch.ops.aten, backward)))
     triton.runtime.jit.JITFunction.run = _launch
 
 
 def _on_host(name: str, by_definition: Callable) -> Callable:
-    arguments = getattr(torch.ops.aten, name).default._schema.arguments
+    op = getattr(torch.ops.aten, name).default
 
     def call(*args: Any, **how: Any) -> Any:
-        given = {x.name: x.default_value for x in arguments}  # PyTorch leaves out defaults
-        given |= dict(zip(given, args, strict=False)) | how
         counted[name] += 1
-        found = by_definition(*tree_map_only(Tensor, _host, tuple(given.values())))
+        found = by_definition(*tree_map_only(Tensor, _host, all_arguments(op, args, how)))
         return tree_map_only(Tensor, pretended.device, found)
 
     return call
@@ -223,13 +202,7 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **how: Any
     from tests.support.gpu_kernels import KERNELS
     from tests.support.recorded_graph import launch
 
-    given = dict(zip(kernel.arg_names, args, strict=False)) | how
-    for name, x in given.items():
-        if isinstance(x, Tensor) and not x.is_cuda:
-            raise ValueError(
-                f"Pointer argument {name} of {kernel.__name__} cannot be accessed from Triton (cpu tensor?)"
-            )
-    assert min(grid) > 0, (kernel.__name__, grid)
+    given = arguments_of_launch(kernel, args, how, grid)
     counted[kernel.__name__] += 1
     launch(KERNELS[kernel.__name__])(**tree_map_only(Tensor, _host, given))
 

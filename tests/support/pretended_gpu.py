@@ -3,7 +3,6 @@
 It lasts for a block, in any process. `pretended_cuda.py` has a whole process with a GPU.
 """
 
-import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from tests.support.gpu_calls import Event, all_arguments, arguments_of_launch
 from tests.support.gpu_kernels import KERNELS, LIBRARIES
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
@@ -108,9 +108,7 @@ def _run(op: Any, args: tuple, how: dict) -> Any:
     if name in LIBRARIES:
         gpu.operators[name] += 1
         call = LIBRARIES[name]
-        given = {x.name: x.default_value for x in op._schema.arguments}  # PyTorch leaves out defaults
-        given |= dict(zip(given, args, strict=False)) | how
-        args, how = tuple(given.values()), {}
+        args, how = all_arguments(op, args, how), {}
     ours = {id(x.host): x for x in tensors if isinstance(x, OnGpu)}
     args, how = tree_map(lambda x: x.host if isinstance(x, OnGpu) else x, (args, how))
     if to is not None:
@@ -143,34 +141,9 @@ def _refuse_or_wait(name: str, args: tuple, how: dict, tensors: list[Tensor], in
         _wait()
 
 
-class Event:
-    """As `torch.cuda.Event`: complete at once."""
-
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self.at = 0.0
-
-    def record(self, stream: object = None) -> None:
-        self.at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 1000 * (end.at - self.at)
-
-
 def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **how: Any) -> None:
     """In place of a launch of a Triton kernel."""
-    given = dict(zip(kernel.arg_names, args, strict=False)) | how
-    for name, x in given.items():
-        if isinstance(x, Tensor) and not isinstance(x, OnGpu):
-            raise ValueError(
-                f"Pointer argument {name} of {kernel.__name__} cannot be accessed from Triton (cpu tensor?)"
-            )
-    assert min(grid) > 0, (kernel.__name__, grid)
+    given = arguments_of_launch(kernel, args, how, grid)
     gpu.launches[kernel.__name__] += 1
     with _disable_current_modes():
         KERNELS[kernel.__name__](**{name: x.host if isinstance(x, OnGpu) else x for name, x in given.items()})

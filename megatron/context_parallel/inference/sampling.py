@@ -76,8 +76,8 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
     changed = _changed(rows, asked, faults)
     chosen = likeliest.squeeze(-1) if changed is rows and not limits else changed.argmax(-1)
     totals, enough = torch.ones(2, len(rows), dtype=torch.float64, device=rows.device)
-    ways = [[i for i, limit in limits.items() if limit.ordered == ordered] for ordered in (False, True)]
-    for some, most in zip(ways, (0, SORTED), strict=True):
+    for ordered, most in ((False, 0), (True, SORTED)):
+        some = [i for i, limit in limits.items() if limit.ordered == ordered]
         _draw_some(changed, limits, some, most, (chosen, totals, enough))
     peaks = rows.gather(-1, likeliest).squeeze(-1).double()
     told = _Told(rows, asked)
@@ -100,11 +100,9 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
     return tokens
 
 
-def _rows(x: Tensor, some: Sequence[int]) -> Tensor:
-    """Some rows of a tensor: a copy, or `x` itself if they are all. The host does not wait."""
-    if len(some) == len(x) and [*some] == [*range(len(x))]:
-        return x
-    return x.index_select(0, to_device(torch.tensor(some), x.device))
+def _rows(x: Tensor, where: Tensor) -> Tensor:
+    """Some rows of a tensor, by ascending indices on its device: a copy, or `x` itself if they are all."""
+    return x if len(where) == len(x) else x.index_select(0, where)
 
 
 def _draw_some(changed: Tensor, limits: Mapping[int, "_Limit"], some: list[int], most: int, into: Drawn) -> None:
@@ -112,7 +110,7 @@ def _draw_some(changed: Tensor, limits: Mapping[int, "_Limit"], some: list[int],
     if not some:
         return
     where = to_device(torch.tensor(some), changed.device)
-    drawn = _draw(_rows(changed, some).double(), [limits[i] for i in some], most)
+    drawn = _draw(_rows(changed, where).double(), [limits[i] for i in some], most)
     for all_rows, of_some in zip(into, drawn, strict=True):
         all_rows.index_copy_(0, where, of_some)
 
@@ -140,7 +138,10 @@ class _Told:
         self.some = [i for i, params in wants if params.return_log_probs or params.top_n_logprobs]
         self.counts = [asked[i].params.top_n_logprobs for i in self.some]
         self.most = min(max(self.counts, default=0), rows.shape[-1])
-        self._logprobs = _rows(rows, self.some).double().log_softmax(-1) if self.some else rows.new_empty(0, 1).double()
+        self._logprobs = rows.new_empty(0, 1, dtype=torch.float64)
+        if self.some:
+            self._where = to_device(torch.tensor(self.some), rows.device)
+            self._logprobs = _rows(rows, self._where).double().log_softmax(-1)
 
     def numbers(self, chosen: Tensor) -> Tensor:
         """For each of `some` the log-probability of its token, and of the likeliest with their tokens: float64.
@@ -150,7 +151,7 @@ class _Told:
         """
         if not self.some:
             return self._logprobs
-        parts = [self._logprobs.gather(-1, _rows(chosen, self.some).unsqueeze(-1))]
+        parts = [self._logprobs.gather(-1, _rows(chosen, self._where).unsqueeze(-1))]
         if self.most:
             values, tokens = self._logprobs.topk(self.most)
             parts += [values, tokens.double()]

@@ -69,15 +69,14 @@ def _check(ranks: Ranks, case: Case, data: str, folder: str, shares: list[float]
     model, numbers = case.model.replace("DATA", data), case.numbers
     begin = f"--load {folder}/start --finetune"
     ranks(1, save_start, model, numbers, f"{folder}/start")
-    (one,) = ranks(1, train, f"{model} {begin}", numbers)
-    first, allowed = f"{model} {begin}", dict(CLOSE)
-    last, runs = "", []
+    first = f"{model} {begin}"
+    (one,) = ranks(1, train, first, numbers)
+    allowed, runs = dict(CLOSE), []
     for number, part in enumerate(case.parts):
         there = f"{folder}/part{number}"
         run = ranks(part.ranks, train, f"{model} {begin} --save {there} {_until(part)} {part.flags}", numbers)
         runs.append(run)
         begin = f"--load {there}"
-        last = there
     wholes = [Whole([run[min(rank, len(run) - 1)] for run in runs]) for rank in range(RANKS)]
     if numbers != "float32" or any(compare(whole, Whole([one]), CLOSE, []) for whole in wholes):
         others = [Whole(ranks(1, train, first, numbers, parts)) for parts in ORDERS]
@@ -88,7 +87,7 @@ def _check(ranks: Ranks, case: Case, data: str, folder: str, shares: list[float]
             return wrong
     if wrong := check_log(case, wholes[0], one):
         return wrong
-    return _check_evaluation(ranks, case, f"{model} --load {last} --skip-train", allowed) if case.evaluated else ""
+    return _check_evaluation(ranks, case, f"{model} {begin} --skip-train", allowed) if case.evaluated else ""
 
 
 def _until(part: Part) -> str:
