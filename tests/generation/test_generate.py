@@ -21,6 +21,7 @@ from megatron.context_parallel.inference.change_logits import TextSoFar, change_
 from megatron.context_parallel.inference.engine import OVERTAKE, Engine, Request, RequestOutput
 from megatron.context_parallel.inference.faults import MISTAKE, GrammarFault
 from megatron.context_parallel.inference.prefixes import BLOCK, Prefixes, Prompt
+from megatron.context_parallel.inference.prompt_scores import score_prompt
 from megatron.context_parallel.inference.rank_loop import RankLoop
 from megatron.context_parallel.inference.rules import Rules
 from megatron.context_parallel.inference.sampling import Draw, Token, choose_tokens
@@ -65,11 +66,30 @@ def test_draws_depend_on_seed_and_position():
 def test_the_host_reads_the_tokens_of_a_gpu_at_once():
     rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
     ways = {"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.8, "top_n_logprobs": 2}, {"return_log_probs": True}
-    asked = [Draw(SamplingParams(**params), 5, 2, min_p=0.01) for params in ways]
+    rules = Rules(5, logit_bias=[(3, 1.5)], presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.5)
+    texts = TextSoFar([1], [7, 7, 9], frozenset([4])), TextSoFar([1], [], frozenset([4]), torch.arange(50) % 2 == 0)
+    changes = None, *(partial(change_logits, rules=rules, so_far=text) for text in texts), None
+    asked = [Draw(SamplingParams(**params), 5, 2, 0.01, change) for params, change in zip(ways, changes, strict=True)]
     expected = choose_tokens([*rows], asked)
     with pretended_gpu(), synchronisations(GPU) as waits:
         there = to_device(rows, GPU)
         assert [*map(repr, choose_tokens([*there], asked))] == [*map(repr, expected)] and waits() == 1
+
+
+def test_the_host_reads_the_scores_of_a_prompt_on_a_gpu_at_once():
+    def score(logits: torch.Tensor) -> list[Token]:
+        session = PlainSession(None, 200, 50)
+        session.scored = {0: ([*range(10, 110)], logits)}
+        return score_prompt(session, 0, tokens, 12, 100, 2)
+
+    tokens = torch.randint(50, (110,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = torch.randn(100, 50, generator=torch.Generator().manual_seed(2))
+    found, by_definition = score(logits), logits.double().log_softmax(-1)[2:90]
+    expected = by_definition[range(88), tokens[13:101]].tolist()
+    assert [token.logprob for token in found] == pytest.approx(expected)
+    assert [token.top[1][0] for token in found] == by_definition.topk(2).indices[:, 1].tolist()
+    with pretended_gpu(), synchronisations(GPU) as waits:
+        assert score(to_device(logits, GPU)) == found and waits() == 1
 
 
 def test_a_logit_that_is_no_number_chooses_nothing_and_others_do_not_notice():
@@ -159,9 +179,13 @@ def test_rules_change_logits_as_defined():
     assert ruled(Rules(min_tokens=2), text=[0, 0], ends=[1]) == LOGITS.tolist()
     only = torch.tensor([False, True, False, False, False])
     assert ruled(Rules(min_tokens=2), ends=[1], allowed=only)[:3] == [-math.inf, 1.0, -math.inf]
-    for error in (torch.zeros(5, dtype=torch.bool), torch.tensor([False] * 4 + [True]), GrammarFault()):
-        with pytest.raises(GrammarFault):
-            ruled(Rules(), allowed=error)
+    with pytest.raises(GrammarFault):
+        ruled(Rules(), allowed=GrammarFault())
+    complete = TextSoFar([], [], frozenset([1]), only)
+    nothing, excluded = (TextSoFar([], [], frozenset(), torch.arange(5) == end) for end in (5, 4))
+    changes = [partial(change_logits, rules=Rules(min_tokens=2), so_far=text) for text in (nothing, excluded, complete)]
+    tokens = choose_tokens([LOGITS] * 3, [Draw(SamplingParams(), 0, 0, change=change) for change in changes])
+    assert [type(token) for token in tokens] == [GrammarFault, GrammarFault, Token] and tokens[2].id == 1
 
 
 def test_min_p_leaves_out_what_is_far_less_likely_than_the_best():

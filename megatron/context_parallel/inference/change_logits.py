@@ -1,6 +1,7 @@
 """Changes logits by the rules of a request, before the next token of its text is chosen."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,11 +33,13 @@ class TextSoFar:
 def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
     """The logits from which the next token is chosen, in the order of vLLM: masks, bias, penalties.
 
+    The host reads nothing of them. If no token is left, all are -inf.
+
     Args:
         logits: float64 [vocabulary].
 
     Raises:
-        GrammarFault: no token is left.
+        GrammarFault: the grammar cannot say what it allows.
     """
     logits = logits.clone()
     allowed = so_far.allowed
@@ -45,27 +48,30 @@ def change_logits(logits: Tensor, rules: Rules, so_far: TextSoFar) -> Tensor:
     if allowed is not None:
         logits.masked_fill_(~to_device(allowed, logits.device), -math.inf)
     if len(so_far.text) < rules.min_tokens:
-        without = logits.clone()
         ends = {end for end in so_far.ends if end < len(logits)}  # a tokenizer may have more tokens than the model
-        without[_indices(ends, logits)] = -math.inf
-        if allowed is None or (without > -math.inf).any():  # a text that is complete may always end
-            logits = without
+        without = logits.index_fill(0, _indices(ends, logits), -math.inf)
+        if allowed is not None:  # a text that is complete may always end
+            without = torch.where((without > -math.inf).any(), without, logits)
+        logits = without
     if rules.logit_bias:
         tokens, bias = zip(*rules.logit_bias, strict=True)
-        logits[_indices(tokens, logits)] += to_device(torch.tensor(bias, dtype=logits.dtype), logits.device)
+        logits[_indices(tokens, logits)] += _numbers(bias, logits)
     if rules.repetition_penalty != 1.0:
         said = _indices({*so_far.prompt, *so_far.text}, logits)
         old = logits[said]
         new = torch.where(old > 0, old / rules.repetition_penalty, old * rules.repetition_penalty)
         logits[said] = new.clamp_max(torch.finfo(new.dtype).max)  # a tiny penalty makes any number too large
     if rules.presence_penalty or rules.frequency_penalty:
-        counts = torch.bincount(_indices(so_far.text, logits), minlength=len(logits)).to(logits.dtype)
-        logits -= rules.frequency_penalty * counts + rules.presence_penalty * (counts > 0)
-    if not (logits != -math.inf).any():
-        raise GrammarFault
+        counts = Counter(so_far.text)
+        less = [rules.frequency_penalty * count + rules.presence_penalty for count in counts.values()]
+        logits[_indices([*counts], logits)] -= _numbers(less, logits)
     return logits
 
 
 def _indices(tokens: Sequence[int] | set[int], like: Tensor) -> Tensor:
     given = sorted(tokens) if isinstance(tokens, set) else [*tokens]
     return to_device(torch.tensor(given, dtype=torch.int64), like.device)
+
+
+def _numbers(given: Sequence[float], like: Tensor) -> Tensor:
+    return to_device(torch.tensor(given, dtype=like.dtype), like.device)

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.context_parallel.kernels.to_device import to_device
+
 from .sampling import Token
 
 ROWS = 64  # rows of float64 logits at once
@@ -40,16 +42,14 @@ def score_prompt(
     numbers = torch.zeros(stop - start, width, dtype=torch.float64)
     positions, logits = session.scored.get(sequence, ([], torch.empty(0)))
     wanted = [row for row, position in enumerate(positions) if start <= position < stop]
-    for first in range(0, len(wanted), ROWS):
-        rows = wanted[first : first + ROWS]
-        logprobs = logits[rows].double().log_softmax(-1)
-        next_tokens = torch.tensor([prompt[positions[row] + 1] for row in rows], device=logprobs.device)
-        values, tokens = logprobs.topk(min(top, logprobs.shape[-1]))
-        into = [positions[row] - start for row in rows]  # rows of `numbers`
-        numbers[into, 0] = logprobs.gather(-1, next_tokens.unsqueeze(-1)).squeeze(-1).cpu()
+    if wanted:
+        next_tokens = [prompt[positions[row] + 1] for row in wanted]
+        told = _told(logits, wanted, next_tokens, top).cpu()  # once: the host waits for it
+        count = (told.shape[-1] - 1) // 2
+        into = [positions[row] - start for row in wanted]  # rows of `numbers`
         numbers[into, 1:] = -1.0
-        numbers[into, 1 : 1 + tokens.shape[-1]] = tokens.double().cpu()
-        numbers[into, 1 + top : 1 + top + tokens.shape[-1]] = values.cpu()
+        numbers[into, : 1 + count] = told[:, : 1 + count]
+        numbers[into, 1 + top : 1 + top + count] = told[:, 1 + count :]
     shared = session.share({sequence: numbers.flatten().tolist()}, numbers.numel(), of=[sequence])[sequence]
     found = []
     for i, (logprob, *pairs) in enumerate(torch.tensor(shared, dtype=torch.float64).view(-1, width).tolist()):
@@ -57,3 +57,18 @@ def score_prompt(
         kept = [(int(token), value) for token, value in likeliest if token >= 0 and value > -math.inf]
         found.append(Token(prompt[start + i + 1], logprob, tuple(kept)))
     return found
+
+
+def _told(logits: Tensor, rows: list[int], next_tokens: list[int], top: int) -> Tensor:
+    """For each row the log-probability of its next token, and the likeliest tokens with theirs.
+
+    Returns:
+        float64 [rows, 1 + 2 * k] on the device of `logits`; k: `top`, or less in a small vocabulary.
+    """
+    where = to_device(torch.tensor([rows, next_tokens]), logits.device)
+    parts = []
+    for some, of_some in zip(where[0].split(ROWS), where[1].split(ROWS), strict=True):
+        logprobs = logits.index_select(0, some).double().log_softmax(-1)
+        values, tokens = logprobs.topk(min(top, logprobs.shape[-1]))
+        parts.append(torch.cat([logprobs.gather(-1, of_some.unsqueeze(-1)), tokens.double(), values], -1))
+    return torch.cat(parts)

@@ -68,36 +68,48 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
         asked: how the token of each is chosen.
 
     Returns:
-        Tokens. A FloatingPointError replaces a token if a logit is NaN or all are infinite.
+        Tokens. A FloatingPointError replaces a token if a logit is NaN or all are infinite, and a GrammarFault if its
+        change leaves no token.
     """
     rows = torch.stack([*logits])
-    likeliest = rows.argmax(-1, keepdim=True)
+    likeliest, peaks = _best(rows)
     limits, faults = _limits(asked)
     changed = _changed(rows, asked, faults)
-    chosen = likeliest.squeeze(-1) if changed is rows and not limits else changed.argmax(-1)
+    chosen, left = (likeliest, peaks) if changed is rows else _best(changed)
     totals, enough = torch.ones(2, len(rows), dtype=torch.float64, device=rows.device)
     for ordered, most in ((False, 0), (True, SORTED)):
         some = [i for i, limit in limits.items() if limit.ordered == ordered]
         _draw_some(changed, limits, some, most, (chosen, totals, enough))
-    peaks = rows.gather(-1, likeliest).squeeze(-1).double()
     told = _Told(rows, asked)
-    numbers, wanted = _read(torch.stack([chosen.double(), peaks, totals, enough], -1), told.numbers(chosen))
+
+    def read() -> list[list[list[float]]]:
+        return _read(torch.stack([chosen.double(), peaks, left, totals, enough], -1), told.numbers(chosen))
+
+    numbers, wanted = read()
     if some := [i for i, of_row in enumerate(numbers) if not of_row[-1]]:
         _draw_some(changed, limits, some, rows.shape[-1], (chosen, totals, enough))
-        numbers, wanted = _read(torch.stack([chosen.double(), peaks, totals, enough], -1), told.numbers(chosen))
+        numbers, wanted = read()
     found = told.of(wanted)
     tokens = list[Token | Exception]()
-    for i, (token, peak, total, _) in enumerate(numbers):
+    for i, (token, peak, most, total, _) in enumerate(numbers):
         if not math.isfinite(peak):
             tokens.append(FloatingPointError("a logit is NaN, or all are infinite"))
         elif i in faults:
             tokens.append(faults[i])
+        elif most == -math.inf:
+            tokens.append(GrammarFault())
         elif not 0 < total < math.inf:
             temperature = asked[i].params.temperature
             tokens.append(FloatingPointError(f"the probabilities at temperature {temperature} add up to {total}"))
         else:
             tokens.append(Token(int(token), *found.get(i, ())))
     return tokens
+
+
+def _best(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the likeliest tokens of each row, and its logit in float64. NaN is more than any number."""
+    tokens = rows.argmax(-1, keepdim=True)
+    return tokens.squeeze(-1), rows.gather(-1, tokens).squeeze(-1).double()
 
 
 def _rows(x: Tensor, where: Tensor) -> Tensor:
