@@ -27,7 +27,10 @@ def main(argv: list[str] | None = None) -> list[float]:
     args = parse_args(argv)
     if not dist.is_initialized():
         dist.init_process_group()
-    device = torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)  # else NCCL takes the first GPU on every rank
     model = load(args.model, args.seq_length).to(device)
     cp = ContextParallel(args.cp_strategy)  # all ranks share each sequence
     register(cp, model)
@@ -65,6 +68,7 @@ def load(folder: Path | None, length: int) -> PreTrainedModel:
     if folder:
         return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"head_dim": 64}  # kernels of a GPU have no smaller one
     config = LlamaConfig(vocab_size=BYTES, num_key_value_heads=4, max_position_embeddings=length, **sizes)
     return AutoModelForCausalLM.from_config(config)
 

@@ -18,6 +18,7 @@ def main(folder: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes |= {"head_dim": 64}  # kernels of a GPU have no smaller one
     config = LlamaConfig(
         vocab_size=1 + len(letters),
         num_key_value_heads=4,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel import ContextParallel, UsageError
+from megatron.context_parallel.kernels.choose import check_backend
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.tokens.place_documents import Costs, place
 from tests.support.transformers_case import (
@@ -434,3 +435,11 @@ def test_the_example_trains_as_one_rank(ranks):
     assert expected[-1] < expected[0] - 0.5
     for losses in ranks(4, finetuned, "--cp-strategy", "mesh"):
         assert losses == pytest.approx(expected, abs=2e-5)
+
+
+def test_the_models_of_examples_fit_the_kernels_of_a_gpu(tmp_path):
+    from examples.huggingface import finetune, small_llama
+
+    small_llama.main(str(tmp_path))
+    for config in (finetune.load(None, 128).config, transformers.AutoConfig.from_pretrained(tmp_path)):
+        check_backend("auto", torch.float32, config.head_dim, device="cuda", on_this_host=False)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.context_parallel import ContextParallel
+from tests.support.device import head_dim, on_device
 
 diffusers = pytest.importorskip("diffusers", reason="needs the package diffusers")
 
@@ -16,11 +17,11 @@ def flux() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
         in_channels=4,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=16,
+        attention_head_dim=head_dim(16),
         num_attention_heads=4,
         joint_attention_dim=8,
         pooled_projection_dim=8,
-        axes_dims_rope=(4, 4, 8),
+        axes_dims_rope=tuple(head_dim(16) // part for part in (4, 4, 2)),
     )
     data = {"hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 8, 8)}
     places = {"img_ids": torch.randn(16, 3), "txt_ids": torch.zeros(8, 3)}
@@ -33,7 +34,7 @@ def wan() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     model = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=4,
-        attention_head_dim=12,
+        attention_head_dim=head_dim(12),
         in_channels=4,
         out_channels=4,
         text_dim=8,
@@ -52,8 +53,8 @@ def helios() -> torch.nn.Module:
 
 
 def results(make, spec: str | None) -> list[torch.Tensor]:
-    """Output and gradients, those of weights summed over the ranks."""
-    model, data = make()
+    """Output and gradients on the host, those of weights summed over the ranks."""
+    model, data = map(on_device, make())
     if spec:
         from megatron.context_parallel.integration.diffusers import use_context_parallel
 
@@ -63,7 +64,7 @@ def results(make, spec: str | None) -> list[torch.Tensor]:
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
     for grad in grads if spec else ():
         dist.all_reduce(grad)
-    return [out.detach(), *grads]
+    return [x.detach().cpu() for x in (out, *grads)]
 
 
 def check(ranks, n: int, make, spec: str) -> None:

@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
+from tests.support.device import head_dim
+
 LENGTH, BATCH, VOCABULARY = 24, 2, 32
 
 CU_SEQLENS = [0, 5, 6, 17, 24, 33, 34, 48]  # of both samples together
@@ -18,6 +20,7 @@ def config(**changes) -> TransformerConfig:
         "ffn_hidden_size": 48,
         "num_attention_heads": 4,
         "num_query_groups": 2,
+        "kv_channels": head_dim(8),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "normalization": "RMSNorm",

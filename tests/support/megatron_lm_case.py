@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.context_parallel.integration import megatron_lm
 from megatron.context_parallel.integration.transformer_engine import why_not_importable
+from tests.support.device import on_device
 from tests.support.gpt_case import BATCH, CU_SEQLENS, LENGTH, VOCABULARY, batch, config, hidden
 
 THD = hasattr(utils, "get_thd_batch_on_this_cp_rank")  # until megatron-core 0.17; then one function for all batches
@@ -50,8 +51,8 @@ def latent(strategies: list[str]) -> tuple[TransformerConfig, ModuleSpec]:
 
 def documents(kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`cu_seqlens` and `cu_seqlens_padded` of both samples together."""
-    whole = torch.tensor(CU_SEQLENS, dtype=torch.int32)
-    return (torch.tensor(REAL, dtype=torch.int32), whole) if kind == "padded" else (whole, None)
+    whole, real = (on_device(torch.tensor(bounds, dtype=torch.int32)) for bounds in (CU_SEQLENS, REAL))
+    return (real, whole) if kind == "padded" else (whole, None)
 
 
 def padding() -> torch.Tensor:
@@ -67,8 +68,8 @@ def packed_batch(data: dict, kind: str) -> tuple[dict, PackedSeqParams]:
     bounds, padded = (None if x is None else x[None] for x in documents(kind))
     rows = {name: None if x is None else x.reshape(1, -1) for name, x in data.items()}
     if THD:
-        return utils.get_thd_batch_on_this_cp_rank(rows, bounds, padded, torch.tensor([14]))
-    rows |= {"cu_seqlens": bounds, "cu_seqlens_padded": padded, "max_seqlen": torch.tensor([14])}
+        return utils.get_thd_batch_on_this_cp_rank(rows, bounds, padded, on_device(torch.tensor([14])))
+    rows |= {"cu_seqlens": bounds, "cu_seqlens_padded": padded, "max_seqlen": on_device(torch.tensor([14]))}
     cut = utils.get_batch_on_this_cp_rank(
         rows, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group()
     )
@@ -84,7 +85,7 @@ def packed_by_bridge(data: dict, kind: str) -> tuple[dict, PackedSeqParams]:
     rows = {name: None if x is None else x.reshape(1, -1) for name, x in data.items()}
     assert "is_hybrid_cp" in signature(utils.get_batch_on_this_cp_rank).parameters  # it asks for this name
     physical = bounds if padded is None else padded
-    places = {"tokens": torch.arange(rows["tokens"].shape[1])[None], "cu_seqlens": physical[None]}
+    places = {"tokens": on_device(torch.arange(rows["tokens"].shape[1]))[None], "cu_seqlens": physical[None]}
     places = utils.get_batch_on_this_cp_rank(
         {**places, "cu_seqlens_padded": None},
         is_hybrid_cp=False,
@@ -111,17 +112,18 @@ def train(strategies: list[str], kind: str = "plain", steps: int = 3, bridge: bo
         if kind == "latent":
             patch.setattr(multi_latent_attention, "HAVE_TE", not why_not_importable())
             settings, spec = latent(strategies)
-        model = GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type="rope")
+        model = on_device(GPTModel(settings, spec, VOCABULARY, LENGTH, position_embedding_type="rope"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         data = {**batch(), "attention_mask": None}
         if kind == "padded":
             data["weight"] = data["weight"].masked_fill(padding(), 0)
+        data = on_device(data)
         mask = packed = None
-        if not strategies:
-            mask = None if kind == "latent" else hidden("documents" if kind in ("packed", "padded") else None)
-        elif kind in ("packed", "padded"):
+        if not strategies and kind != "latent":
+            mask = on_device(hidden("documents" if kind in ("packed", "padded") else None))
+        elif strategies and kind in ("packed", "padded"):
             data, packed = (packed_by_bridge if bridge else packed_batch)(data, kind)
-        else:
+        elif strategies:
             data = utils.get_batch_on_this_cp_rank(data)
         losses = []
         for _ in range(steps):

@@ -225,7 +225,7 @@ void compute(const OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 Tensor& copy(Tensor& to, const Tensor& of, bool non_blocking) {
-  bool crosses = to.is_cuda() != of.is_cuda();
+  bool crosses = to.is_cuda() != of.is_cuda() && of.numel();
   if (crosses && !(non_blocking && (to.is_cuda() ? of : to).is_pinned())) wait();
   host(to).copy_(host(of));
   return to;

@@ -19,10 +19,11 @@ from megatron.context_parallel.integration.spec import block_spec
 from megatron.context_parallel.integration.vocabulary import leave_out_padding
 from megatron.context_parallel.integration.yarn import use_yarn
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
+from tests.support.device import head_dim, on_device
 
 support_cpu_host()
 VOCABULARY, PADDED, LENGTH = 29, 32, 256
-HEAD_DIM = 64 if torch.cuda.is_available() else 8  # kernels of a GPU have no smaller one
+HEAD_DIM = head_dim(8)
 Tokens = dict[int, list[int]]
 
 
@@ -58,15 +59,14 @@ def model(
     """
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
     settings = config(**changes)
-    yarn, more = positions == "yarn", model_args or {}
+    yarn, more = positions == "yarn", {**(model_args or {})}
     positions = "rope" if yarn else positions
     if not ours:
         settings.context_parallel_size = 1
     cp = ContextParallel("ring", group=parallel_state.get_context_parallel_group()) if ours else None
     spec = block_spec(settings, cp, settings.num_layers) if cp else get_gpt_layer_local_spec(normalization="RMSNorm")
-    built = GPTModel(settings, spec, PADDED, LENGTH, position_embedding_type=positions, parallel_output=ours, **more)
-    if torch.cuda.is_available():
-        built.cuda()
+    more["position_embedding_type"] = positions
+    built = on_device(GPTModel(settings, spec, PADDED, LENGTH, parallel_output=ours, **more))
     leave_out_padding(built, VOCABULARY)
     if yarn:
         use_yarn(built, 10000, settings.yarn_rotary_scaling_factor, 32, 32.0, 1.0, True)

@@ -11,8 +11,10 @@ from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron.context_parallel import ContextParallel, context_parallel_attention
+from tests.support.device import DEVICE, head_dim, on_device
 
-VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 32, 16, 4, 32, 2
+VOCABULARY, HEADS, LENGTH, BATCH = 32, 4, 32, 2
+WIDTH = HEADS * head_dim(4)
 ATTENTION = torch.ops.context_parallel.attention.default
 
 
@@ -71,7 +73,7 @@ def sharded(cp: ContextParallel, mesh: DeviceMesh, recompute: str = "", compiled
     if compiled:
         torch.compiler.reset()  # else what earlier cases compiled counts against its limit
     torch.manual_seed(1)
-    model = Model(cp, recompute)
+    model = on_device(Model(cp, recompute))
     for block in model.blocks:
         if compiled:
             block.compile(backend="aot_eager", fullgraph=True)
@@ -81,10 +83,10 @@ def sharded(cp: ContextParallel, mesh: DeviceMesh, recompute: str = "", compiled
 
 def steps(model: Model, cp: ContextParallel, data_rank: int, data_size: int, count: int = 5) -> list[float]:
     """Losses of some steps, the mean over all tokens with a label."""
-    optimizer, (tokens, labels), losses = torch.optim.SGD(model.parameters(), lr=0.5), batch(), []
+    optimizer, (tokens, labels), losses = torch.optim.SGD(model.parameters(), lr=0.5), on_device(batch()), []
     mine = slice(data_rank * BATCH // data_size, (data_rank + 1) * BATCH // data_size)
     for _ in range(count):
-        logits = model(cp.shard(tokens[mine], 1), cp.positions(LENGTH))
+        logits = model(cp.shard(tokens[mine], 1), on_device(cp.positions(LENGTH)))
         total = cross_entropy(logits.flatten(0, 1), cp.shard(labels[mine], 1).flatten(), reduction="sum")
         loss = total * dist.get_world_size() / (labels != -100).sum()  # FSDP averages gradients over all ranks
         loss.backward()
@@ -97,7 +99,7 @@ def steps(model: Model, cp: ContextParallel, data_rank: int, data_size: int, cou
 
 def train(spec: str, data: int = 1, hybrid: bool = False, **how) -> list[float]:
     """Losses on all ranks, `data` of them along the batch; `hybrid`: weights are sharded over context ranks only."""
-    mesh = init_device_mesh("cpu", (data, dist.get_world_size() // data), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(DEVICE, (data, dist.get_world_size() // data), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel(spec, group=mesh["cp"])
     whole = mesh if hybrid else mesh._flatten("all")
     return steps(sharded(cp, whole, **how), cp, mesh["dp"].get_local_rank(), data)
@@ -108,9 +110,9 @@ def save_and_load(folder: str) -> bool:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "cp"))
     cp = ContextParallel("ring", group=mesh["cp"])
-    tokens, places = cp.shard(batch()[0], 1), cp.positions(LENGTH)
+    tokens, places = on_device((cp.shard(batch()[0], 1), cp.positions(LENGTH)))
     first = sharded(cp, mesh._flatten("all"))
     steps(first, cp, mesh["dp"].get_local_rank(), 2, count=1)
     dcp.save(get_model_state_dict(first), checkpoint_id=folder)

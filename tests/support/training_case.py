@@ -18,11 +18,12 @@ from megatron.context_parallel.trainer.checkpoint.train_state import Progress, T
 from megatron.context_parallel.trainer.config.flags import FLAGS
 from megatron.context_parallel.trainer.data.batches import collate, document_options
 from tests.support.case_args import CaseArgs
+from tests.support.device import head_dim
 
 support_cpu_host()
 
 SEQUENCE, VOCABULARY, BATCH = 32, 64, 4
-HEAD_DIM = 64 if torch.cuda.is_available() else 8  # kernels of a GPU have no smaller one
+HEAD_DIM = head_dim(8)
 
 FAMILIES = {
     "llama": {

@@ -8,11 +8,13 @@ import torch.distributed as dist
 
 from megatron.context_parallel import ContextParallel
 from megatron.context_parallel.tokens.place_documents import Costs, place
+from tests.support.device import DEVICE, head_dim, on_device
 
 transformers = pytest.importorskip("transformers", reason="needs the extra [tokenizers]")
 
 LENGTH, BATCH, VOCABULARY = 48, 2, 64
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"head_dim": head_dim(8)}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH, "pad_token_id": 0}
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
@@ -48,11 +50,12 @@ def train(
     family: str, spec: str | None, kind: str = "whole", lora: bool = False, placed: bool = False, steps: int = 3
 ) -> list[float]:
     """Losses of steps of SGD; without a strategy, on one rank with the model's own attention."""
-    model, data = model_of(family), batch(kind)
+    model, data = model_of(family), on_device(batch(kind))
     if lora:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear"))
+    model = on_device(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.5)
     if spec:
@@ -94,25 +97,25 @@ def accelerated(family: str, spec: str, first: bool = False, steps: int = 3) -> 
     from megatron.context_parallel.integration.accelerate import use_context_parallel
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    PartialState(cpu=True)
+    PartialState(cpu=DEVICE == "cpu")
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # it refuses FSDP2 on CPUs
     parallelism = ParallelismConfig(dp_shard_size=2, cp_size=2)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
-    accelerator = Accelerator(cpu=True, parallelism_config=parallelism, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=DEVICE == "cpu", parallelism_config=parallelism, fsdp_plugin=plugin)
     model = model_of(family)
     if first:
         use_context_parallel(accelerator, spec, model)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     if not first:
         use_context_parallel(accelerator, spec, model)
-    data = batch()
+    data = on_device(batch())
     tokens = (data["labels"][:, 1:] != -100).sum() / dist.get_world_size()
     mine = accelerator.torch_device_mesh["dp_shard"].get_local_rank()
     losses = []
     for _ in range(steps):
         inputs = data["input_ids"][mine : mine + 1].clone()
         labels = torch.nn.functional.pad(data["labels"][mine : mine + 1, 1:], (0, 1), value=-100)
-        places = torch.arange(LENGTH)[None]
+        places = on_device(torch.arange(LENGTH))[None]
         with accelerator.maybe_context_parallel([inputs, labels, places], [1, 1, 1], {inputs, places}):
             batched = {"input_ids": inputs, "position_ids": places, "labels": labels, "shift_labels": labels}
             loss = model(**batched, num_items_in_batch=tokens, use_cache=False).loss
