@@ -46,7 +46,7 @@ def _tensors(tree: object) -> list[Tensor]:
 
 
 @contextmanager
-def recording(graph: RecordedGraph, *, pool: object, stream: object, capture_error_mode: str):
+def recording(graph: RecordedGraph, pool: object = None, stream: object = None, capture_error_mode: str = "global"):
     _recording.append(graph)
     try:
         with graph:

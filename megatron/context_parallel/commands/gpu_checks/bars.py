@@ -29,7 +29,7 @@ BARS: dict[str, dict[str, tuple[str, float]]] = {
 }
 STAGES = tuple(BARS)
 SECONDS = dict(  # on an H200 with 16 cores, estimated
-    zip(STAGES, (100, 60, 25, 140, 75, 80, 120, 150, 60, 120, 40, 30, 120, 60), strict=True)
+    zip(STAGES, (100, 60, 25, 140, 75, 80, 120, 150, 60, 120, 80, 30, 120, 60), strict=True)
 )
 
 
