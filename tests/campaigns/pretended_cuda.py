@@ -58,6 +58,7 @@ BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 FP16 = {"fp16": True, "params_dtype": torch.float16, "initial_loss_scale": 64.0}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32}
 DOCUMENTS = {"reset_attention_mask": True}
+PLACED = DOCUMENTS | {"context_parallel_size": 2, "cp_place_documents": True}
 FSDP2 = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
 MEGATRON_FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 SAVED = {"save": "FOLDER", "save_interval": 2}
@@ -68,7 +69,7 @@ CASES = {
     "bf16": Case(1, BF16, bound=1e-2),
     "fp16": Case(2, FP16 | SAVED | {"context_parallel_size": 2}, waits=WAITS_OF_STEP + 1, bound=1e-2),
     "documents": Case(4, DOCUMENTS | {"context_parallel_size": 4, "cp_strategy": "mesh"}),
-    "placed documents": Case(2, DOCUMENTS | {"context_parallel_size": 2, "cp_place_documents": True}),
+    "placed documents": Case(2, PLACED, waits=WAITS_OF_STEP + 2),  # 1 for each micro batch: placements are compared
     "data and context": Case(4, {"context_parallel_size": 2, "cp_strategy": "allgather", **FULL}),
     "tensor": Case(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pipeline": Case(2, {"pipeline_model_parallel_size": 2}),

@@ -7,6 +7,7 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -208,13 +209,22 @@ def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **how: Any
 
 
 def _use_gloo_as_nccl() -> None:
-    real_init, real_group = dist.init_process_group, dist.new_group
+    """Groups are of gloo. All say that they are of NCCL, but those that a program wants to be of gloo."""
+    real_init, real_group, real_barrier = dist.init_process_group, dist.new_group, dist.barrier
+    of_host = WeakSet[dist.ProcessGroup]()
 
     def init(backend: str | None = None, *args: Any, **how: Any) -> None:
         how.pop("device_id", None)
         real_init("gloo", *args, **how)
 
-    def group(*args: Any, **how: Any) -> Any:
-        return real_group(*args, **{**how, "backend": "gloo", "pg_options": None})
+    def group(*args: Any, backend: str | None = None, **how: Any) -> Any:
+        made = real_group(*args, **{**how, "backend": "gloo", "pg_options": None})
+        if backend == "gloo" and isinstance(made, dist.ProcessGroup):
+            of_host.add(made)
+        return made
 
-    dist.init_process_group, dist.new_group = init, group
+    def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: object = None) -> Any:
+        return real_barrier(group, async_op)
+
+    dist.init_process_group, dist.new_group, dist.barrier = init, group, barrier
+    dist.get_backend_config = lambda group=None: "cpu:gloo" if group in of_host else "cuda:nccl"

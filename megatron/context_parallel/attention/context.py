@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.context_parallel.errors import UsageError
+from megatron.context_parallel.kernels.to_device import to_device
 from megatron.context_parallel.plan.ir import Plan
 from megatron.context_parallel.runtime.comm.communicators import group_of_this_rank, rendezvous
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
+from megatron.context_parallel.runtime.comm.torch_works import all_gather_single
 from megatron.context_parallel.runtime.comm.transport import (
     LocalTransport,
     MessageQueue,
@@ -59,12 +61,13 @@ class Ranks(HasHandle, ABC):
         """Whether each rank has the chunk of its number, as other libraries expect."""
         return self.chunks == [*range(self.n)]
 
-    def check_same_placement(self, placement: Placement) -> None:
-        """Checks that all ranks have the same placement of a batch; they call it together.
+    def compare_placements(self, placement: Placement) -> Callable[[], None]:
+        """Starts to compare the placements of a batch on all ranks; they call it together.
 
-        Raises:
-            UsageError: a rank has another one.
+        Returns:
+            A function that waits for the result. It raises a UsageError if a rank has another placement.
         """
+        return lambda: None
 
     @abstractmethod
     def length(self, x: Tensor) -> int:
@@ -153,18 +156,23 @@ class ContextParallel(Ranks):
             return placement.of_rank(self.plans.placed_chunks[self.rank], self.n)
         return positions(self.layout, self.chunk, self.n, length)
 
-    def check_same_placement(self, placement: Placement) -> None:
-        device = torch.cuda.current_device() if self._transport.nccl else "cpu"
-        mine = torch.tensor([placement.digest()], device=device)
-        everyone = [torch.empty_like(mine) for _ in range(self.n)]
-        dist.all_gather(everyone, mine, group=self.group)
-        digests = torch.cat(everyone).tolist()  # a GPU is waited for once
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
-                raise UsageError(
-                    f"documents: ranks 0 and {rank} of the context group have other placements; make them from the "
-                    "same batch on every rank"
-                )
+    def compare_placements(self, placement: Placement) -> Callable[[], None]:
+        device = torch.device("cuda", torch.cuda.current_device()) if self._transport.nccl else torch.device("cpu")
+        mine = to_device(torch.tensor([placement.digest()]), device)
+        everyone = mine.new_empty(self.n)
+        work = all_gather_single(everyone, mine, group=self.group, async_op=True)
+
+        def end() -> None:
+            work.wait()
+            digests = everyone.tolist()  # the host waits for the GPU here
+            for rank, digest in enumerate(digests):
+                if digest != digests[0]:
+                    raise UsageError(
+                        f"documents: ranks 0 and {rank} of the context group have other placements; make them from "
+                        "the same batch on every rank"
+                    )
+
+        return end
 
     def length(self, x: Tensor) -> int:
         return len(x) * self.n

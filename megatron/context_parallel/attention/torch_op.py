@@ -105,12 +105,14 @@ def _call(how: OpArgs, sizes: _Sizes, q: Tensor, v: Tensor) -> _Call:
 
     def make() -> tuple[Plan, Problem]:
         mask = Mask(how.causal, window, documents)
-        if documents and documents.placement and not sizes.backward:
-            cp.check_same_placement(documents.placement)
+        placement = None if sizes.backward else placement_of(documents)
+        compared = cp.compare_placements(placement) if placement else None
         blocks = cp.plans.blocks(mask, lengths, kernel)
         plan = cp.plans.of(mask, lengths, heads, kv_heads, backward=sizes.backward)
         sets = cp.plans.row_sets(plan, blocks)
         ranges = cp.plans.ranges(plan, mask, lengths[0], kernel)
+        if compared:
+            compared()  # last: a GPU computes what came before while the host plans
         return plan, Problem(blocks, kv_heads, kernel, Scores(how.scale, how.softcap), sets, ranges)
 
     key = "call", how.causal, window, how.documents, how.scale, how.softcap, kernel, sizes
