@@ -27,6 +27,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron.context_parallel.inference.engine import Engine
 from megatron.context_parallel.inference.request import Request
+from megatron.context_parallel.inference.rules import NO_RULES, Rules
 from megatron.context_parallel.inference.tokenizer import ByteTokenizer
 from megatron.context_parallel.trainer import training
 from tests.support import session_case, training_case
@@ -43,7 +44,7 @@ class Case(NamedTuple):
     Attributes:
         ranks: their number; changes: of the arguments, or of the session; waits: of a step, at most.
         bound: of differences: absolute of losses, relative of norms.
-        params: of sampling, for texts.
+        params: of sampling, for texts; rules: of each text.
     """
 
     ranks: int
@@ -51,6 +52,7 @@ class Case(NamedTuple):
     waits: int = WAITS_OF_STEP
     bound: float = 1e-5
     params: dict[str, Any] | None = None
+    rules: Rules = NO_RULES
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -61,6 +63,8 @@ DOCUMENTS = {"reset_attention_mask": True}
 PLACED = DOCUMENTS | {"context_parallel_size": 2, "cp_place_documents": True}
 FSDP2 = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
 MEGATRON_FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_n_logprobs": 3}
+RULES = Rules(min_tokens=5, logit_bias=[(3, 1.0)], presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2)
 SAVED = {"save": "FOLDER", "save_interval": 2}
 CASES = {
     "llama": Case(1, SAVED | {"eval_iters": 1, "eval_interval": 2}),
@@ -81,7 +85,7 @@ CASES = {
     "megatron fsdp": Case(2, MEGATRON_FSDP),
     "greedy": Case(1, {}, 1, params={"temperature": 0.0}),
     "int8": Case(2, {"kv_cache_dtype": "int8", "frozen": True}, 2, params={"temperature": 0.0}),
-    "sampled": Case(1, {"frozen": True}, 1, params={"temperature": 0.8, "top_p": 0.9, "top_n_logprobs": 3}),
+    "sampled": Case(1, {"frozen": True}, 1, params=SAMPLED, rules=RULES),
 }
 
 
@@ -140,7 +144,7 @@ def generate(case: Case) -> tuple[list[float], Counter[str]]:
     engine, found, counted = Engine(session, ByteTokenizer(0)), dict[str, list[float]](), Counter[str]()
     params = SamplingParams(num_tokens_to_generate=4 + DECODED, **case.params)
     for seed, prompt in enumerate(session_case.prompts(1, [20, 3, 7])):
-        engine.add(Request(str(seed), prompt, params, seed))
+        engine.add(Request(str(seed), prompt, params, seed, rules=case.rules))
     for number in range(4 + DECODED):
         with waits(counted if 2 <= number < 2 + STEPS else Counter()):
             outputs = engine.step()
