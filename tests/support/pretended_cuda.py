@@ -51,7 +51,6 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> None:
         ctypes.CDLL(str(_torch() / "lib" / name), ctypes.RTLD_GLOBAL)
     with _without_warnings_of_torch():
         ctypes.CDLL(str(path))
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled
     from tests.support import pretended_cuda_module
 
     pretended_cuda_module.install(capability)

@@ -85,6 +85,14 @@ def _move(storage: torch.UntypedStorage, device: torch.device, non_blocking: boo
 
 
 resize_storage, move_storage = torch.UntypedStorage.resize_, torch.UntypedStorage.to
+compile = torch.compile
+
+
+def _compile(function: Callable | None = None, *, backend: Any = "inductor", **how: Any) -> Callable:
+    """Traces where a backend without a compiler was asked for."""
+    if function is None:
+        return lambda later: _compile(later, backend=backend, **how)
+    return compile(function, backend=backend, **how) if backend in ("eager", "aot_eager") else function
 
 
 def install(capability: tuple[int, int]) -> None:
@@ -147,7 +155,7 @@ def install(capability: tuple[int, int]) -> None:
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
-    torch.compile = lambda function=None, **how: function if function else lambda later: later
+    torch.compile = _compile
     torch._C._cuda_getDevice = lambda: current.device
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
     torch.UntypedStorage.resize_, torch.UntypedStorage.to = _resize, _move
