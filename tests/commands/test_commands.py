@@ -65,6 +65,21 @@ def test_what_no_extra_brings_is_a_fault_of_ours(name):
         run.run_main(failing(ModuleNotFoundError(name=name)))
 
 
+def test_a_program_with_triton_ends_without_its_complaints():
+    pytest.importorskip("triton")
+    program = """
+from megatron.context_parallel.cli.run_main import imports, run_main
+
+def main():
+    with imports():
+        import triton
+
+run_main(main)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
 def test_a_release_that_lacks_a_name_is_told_in_one_line(monkeypatch, capsys):
     lacking = failing(ImportError("cannot import name 'is_checkpointing'", name="megatron.core.tensor_parallel.random"))
     for old in ("0.15.3", "0.9.0", "0.20.0rc1"):

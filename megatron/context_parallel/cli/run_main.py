@@ -1,5 +1,6 @@
 """The common start and end of all programs."""
 
+import atexit
 import gc
 import logging
 import os
@@ -75,6 +76,7 @@ def run_main(main: Callable[[], int | None], program: str | None = None) -> NoRe
     status is 130.
     """
     _show_progress()
+    atexit.register(_let_collect)
     patience = 30  # seconds
     try:
         sys.exit(main())
@@ -103,6 +105,12 @@ def announce(doing: str) -> None:
     """Prints on the first rank's standard error what will take some seconds."""
     if progress.is_first_rank():
         print(f"{doing} ...", file=sys.stderr, flush=True)
+
+
+def _let_collect() -> None:
+    """Triton's bindings print pages about what the interpreter does not collect at its end."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def _show_progress() -> None:
