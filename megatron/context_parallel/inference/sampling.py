@@ -91,12 +91,12 @@ def choose_tokens(logits: Sequence[Tensor], asked: Sequence[Draw]) -> list[Token
         numbers, wanted = read()
     found = told.of(wanted)
     tokens = list[Token | Exception]()
-    for i, (token, peak, most, total, _) in enumerate(numbers):
+    for i, (token, peak, best, total, _) in enumerate(numbers):
         if not math.isfinite(peak):
             tokens.append(FloatingPointError("a logit is NaN, or all are infinite"))
         elif i in faults:
             tokens.append(faults[i])
-        elif most == -math.inf:
+        elif best == -math.inf:
             tokens.append(GrammarFault())
         elif not 0 < total < math.inf:
             temperature = asked[i].params.temperature
