@@ -46,7 +46,7 @@ def write_metrics(run: Path, *lines: dict) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def training_line(iteration: int, loss: float, speed: float) -> dict:
+def training_line(iteration: int, loss: float | None, speed: float) -> dict:
     return {
         "iteration": iteration,
         "lm_loss": loss,
@@ -58,9 +58,11 @@ def training_line(iteration: int, loss: float, speed: float) -> dict:
 def test_plot_loss_draws_and_tells(tmp_path, capsys):
     write_metrics(
         tmp_path,
+        training_line(5, None, 1),  # all tokens were masked
         training_line(10, 5.5, 1),
         training_line(20, 3.25, 100),
         {"iteration": 20, "valid_loss": 3.5},
+        {"iteration": 30, "valid_loss": None},
         training_line(30, 2.125, 300),
         {"iteration": 10, "valid_loss": 5.75},  # by --skip-train --ckpt-step 10
     )

@@ -1,6 +1,7 @@
 """The loss of a training run does not depend on its parallel layout."""
 
 import functools
+import json
 import os
 import signal
 import time
@@ -18,12 +19,14 @@ from megatron.context_parallel.trainer.checkpoint.train_state import Progress
 from megatron.context_parallel.trainer.faults import lifetime
 from tests.support import flags_case, training_case
 from tests.support.case_args import CaseArgs
+from tests.support.training_case import BATCH
 from tests.support.training_spreads import CP, KEPT, PP, RECOMPUTED, SPREADS, TP, check_spread, train_from
 from tests.support.training_spreads import reference as reference  # a fixture
 
 PACKED = {"reset_attention_mask": True, "eod_token": 3}
 PLACED = PACKED | {"cp_place_documents": True}
 FSDP2 = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.5}
 MASKED_SPREADS = [
     ("llama", 4, PLACED | {CP: 4, "cp_strategy": "lightseq", "cp_layout": "contiguous"}),
     ("gpt3", 4, PLACED | {CP: 2, PP: 2, "cp_strategy": "mesh"}),
@@ -119,6 +122,57 @@ def test_batches_have_uneven_masks():
     # Otherwise a loss averaged rank by rank would pass the tests above.
     mask = training_case.sample(2)["loss_mask"]
     assert mask[:8].sum() == 0 < mask[8:].sum() < 24
+
+
+class Logging(training_case.Recorder):
+    """Keeps the numbers of a run, and its log in the folder `save`."""
+
+    def __init__(self, save: str) -> None:
+        super().__init__()
+        args = training_case.case_args("llama", save=save, peak_tflops=1.0, wandb_project=None, log_interval=2)
+        self.log, self.lines = log.RunLog(args, Progress()), []
+        self.log.say = self.lines.append
+
+    def iteration_done(self, progress, *numbers) -> None:
+        super().iteration_done(progress, *numbers)
+        self.log.iteration_done(progress, *numbers)
+
+    def evaluation_done(self, *numbers) -> None:
+        super().evaluation_done(*numbers)
+        self.log.evaluation_done(*numbers)
+
+
+def train_masked(folder: str, changes: dict) -> tuple[list, list, list, list[str]]:
+    """Two steps and an evaluation of which the first step and the evaluation are of masked tokens alone."""
+    given = training_case.batches
+
+    def masked(args, consumed):
+        first = BATCH // args.data_parallel_size // args.micro_batch_size
+        for number, batch in enumerate(given(args, consumed)):
+            batch["loss_mask"] *= consumed < 1000 and number >= first
+            yield batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_case, "batches", masked)
+        patch.setattr(training_case, "Recorder", functools.partial(Logging, folder))
+        run = training_case.train("llama", train_iters=2, eval_iters=1, eval_interval=2, **changes)
+    return run.losses, run.grad_norms, run.evaluations, run.lines
+
+
+@pytest.mark.parametrize("changes", [{CP: 2}, EXPERTS, EXPERTS | {PP: 2}, EXPERTS | FSDP2])
+def test_a_batch_without_a_learned_token_has_no_loss(ranks, tmp_path, changes):
+    """Nor gradients: those of the experts' auxiliary loss would not be divided."""
+    (losses, norms, evaluations, lines), other = ranks(2, train_masked, str(tmp_path), changes)
+    assert losses[0] is None and losses[1] > 1
+    assert norms[0] == 0 < norms[1]
+    assert evaluations == [None]
+    assert other[:3] == (losses, norms, evaluations)
+    assert lines[0] == f"warning: iteration 1: {log.NO_LOSS}; momentum and weight decay alone change the weights"
+    assert f" | loss {losses[1]:.4f} (iterations without: 1) | " in lines[1]
+    assert lines[-1] == f"validation at iteration 2 | no loss: {log.NO_LOSS}"
+    record, validation = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (record["lm_loss"], record["iterations_without_loss"]) == (losses[1], 1)
+    assert validation == {"iteration": 2, "valid_loss": None}
 
 
 def first_random_numbers(layout: dict) -> tuple[float, float]:

@@ -29,7 +29,7 @@ PARSER = FlagParser(PlotFlags, __doc__, "RUN_DIR", ["runs/quickstart"])
 
 
 def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
-    """The training lines and the validation lines of `metrics.jsonl`, by iteration.
+    """The training lines and the validation lines of `metrics.jsonl` that have a loss, by iteration.
 
     Raises UsageError if the file is missing, damaged or has no training line.
     """
@@ -41,10 +41,10 @@ def read_metrics(run: Path) -> tuple[list[dict], list[dict]]:
     except json.JSONDecodeError as error:
         raise UsageError(f"RUN_DIR {run}: metrics.jsonl is damaged ({error}); remove the damaged line") from None
     lines.sort(key=lambda line: line["iteration"])  # --skip-train appends those of an earlier checkpoint
-    training = [line for line in lines if "lm_loss" in line]
+    training = [line for line in lines if line.get("lm_loss") is not None]
     if not training:
         raise UsageError(f"RUN_DIR {run}: has no loss yet; train for at least one --log-interval")
-    return training, [line for line in lines if "valid_loss" in line]
+    return training, [line for line in lines if line.get("valid_loss") is not None]
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:

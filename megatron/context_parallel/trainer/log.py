@@ -27,6 +27,7 @@ from .config.workload import model_of
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+NO_LOSS = "no token has a loss, for example because all are padding, or prompts of answers that were cut off"
 # Dense bf16 peak in TFLOP/s, by the driver's name of the device; other devices need --peak-tflops.
 _PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312.0,
@@ -45,13 +46,14 @@ class Record:
 
     iteration: int
     consumed_samples: int
-    lm_loss: float
+    lm_loss: float | None  # None: no iteration has one
     lr: float
     grad_norm: float | None  # None: the update was skipped
     step_time: float  # seconds per iteration
     tokens_per_second_per_rank: float
     tflops_per_rank: float
     memory_bytes: int
+    iterations_without_loss: int = 0  # all tokens of their batch are masked
 
 
 class RunLog:
@@ -61,14 +63,14 @@ class RunLog:
         self.args = args
         self.speaks = dist.get_rank() == 0
         self.peak = args.peak_tflops or _device_peak()
-        self.losses: list[float] = []
+        self.losses: list[float | None] = []
         self.seconds = self.flops = 0.0
         self.consumed = progress.consumed_train_samples
         self.metrics: IO[str] | None = None
         self.tensorboard: SummaryWriter | None = None
         self.wandb: Any = None
         self.bar: Progress | None = None
-        self.warned = self.told_memory = False
+        self.warned = self.told_memory = self.told_no_loss = False
         if self.speaks:
             self._open(progress.iteration)
             self.say(_explain(args, self.peak))
@@ -110,10 +112,20 @@ class RunLog:
             self.warned = True
 
     def iteration_done(
-        self, progress: RunProgress, loss: float, lr: float, grad_norm: float | None, flops: float, seconds: float
+        self,
+        progress: RunProgress,
+        loss: float | None,
+        lr: float,
+        grad_norm: float | None,
+        flops: float,
+        seconds: float,
     ) -> None:
         """Count an iteration of so many operations and seconds; at each `--log-interval` write a record."""
         self.losses.append(loss)
+        if loss is None and not self.told_no_loss:
+            self.told_no_loss = True
+            where = f"warning: iteration {progress.iteration}"
+            self.say(f"{where}: {NO_LOSS}; momentum and weight decay alone change the weights")
         self.flops += flops
         self.seconds += seconds
         if self.bar:
@@ -126,18 +138,20 @@ class RunLog:
     def _record(self, progress: RunProgress, lr: float, grad_norm: float | None) -> Record:
         args = self.args
         step_time = self.seconds / len(self.losses)
+        losses = [loss for loss in self.losses if loss is not None]
         samples = progress.consumed_train_samples - self.consumed
         rank_seconds = self.seconds * args.world_size
         return Record(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_train_samples,
-            lm_loss=sum(self.losses) / len(self.losses),
+            lm_loss=sum(losses) / len(losses) if losses else None,
             lr=lr,
             grad_norm=grad_norm,
             step_time=step_time,
             tokens_per_second_per_rank=samples * args.seq_length / rank_seconds,
             tflops_per_rank=self.flops / rank_seconds / 1e12,
             memory_bytes=_memory_bytes(),
+            iterations_without_loss=len(self.losses) - len(losses),
         )
 
     def _write(self, record: Record) -> None:
@@ -149,11 +163,12 @@ class RunLog:
             self.say(f"memory: {record.memory_bytes / 2**30:.2f} GiB on this rank after {len(self.losses)} iterations")
         self._publish(asdict(record))
 
-    def evaluation_done(self, iteration: int, split: str, loss: float) -> None:
-        """Log the loss of an evaluation on `split` ("validation" or "test")."""
+    def evaluation_done(self, iteration: int, split: str, loss: float | None) -> None:
+        """Log the loss of an evaluation on `split` ("validation" or "test"); None: it has none."""
         if not self.speaks:
             return
-        self.say(f"{split} at iteration {iteration} | lm loss {loss:.6f}")
+        told = f"no loss: {NO_LOSS}" if loss is None else f"lm loss {loss:.6f}"
+        self.say(f"{split} at iteration {iteration} | {told}")
         self._publish({"iteration": iteration, f"{'valid' if split == 'validation' else split}_loss": loss})
 
     def is_tested(self, iteration: int) -> bool:
@@ -163,18 +178,19 @@ class RunLog:
         lines = Path(self.metrics.name).read_text().splitlines()
         return any("test_loss" in line and _iteration_of(line) == iteration for line in lines)
 
-    def _publish(self, numbers: dict[str, float]) -> None:
+    def _publish(self, numbers: dict[str, Any]) -> None:
         iteration = numbers["iteration"]
+        known = {name: value for name, value in numbers.items() if value is not None}
         if self.metrics:
             with self._tolerant():
                 self.metrics.write(json.dumps(numbers) + "\n")
                 self.metrics.flush()
         if self.tensorboard:
             with self._tolerant():
-                for name, value in numbers.items() - {("grad_norm", None)}:
+                for name, value in known.items():
                     self.tensorboard.add_scalar(name, value, iteration)
         if self.wandb:
-            self.wandb.log(numbers, step=iteration)
+            self.wandb.log(known, step=iteration)
 
     def close(self) -> None:
         """Flush and close every output."""
@@ -200,7 +216,7 @@ def line_of(record: Record, train_iters: int, peak: float | None) -> str:
     left = round((train_iters - record.iteration) * record.step_time)
     parts = [
         f"iteration {record.iteration:{len(str(train_iters))}d}/{train_iters}",
-        f"loss {record.lm_loss:.4f}",
+        _told_loss(record),
         f"lr {record.lr:.1e}",
         "update skipped" if record.grad_norm is None else f"grad norm {record.grad_norm:.2f}",
         f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms",
@@ -209,6 +225,13 @@ def line_of(record: Record, train_iters: int, peak: float | None) -> str:
     if peak:
         parts.append(f"{record.tflops_per_rank:.1f} TFLOP/s/rank, MFU {100 * record.tflops_per_rank / peak:.1f}%")
     return " | ".join([*parts, f"ETA {str(timedelta(seconds=left)).removeprefix('0:').removeprefix('0')}"])
+
+
+def _told_loss(record: Record) -> str:
+    if record.lm_loss is None:
+        return "no loss"
+    without = record.iterations_without_loss
+    return f"loss {record.lm_loss:.4f}" + (f" (iterations without: {without})" if without else "")
 
 
 def _explain(args: Arguments, peak: float | None) -> str:

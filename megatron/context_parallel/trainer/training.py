@@ -55,14 +55,14 @@ class Step(NamedTuple):
     """The result of one iteration, the same on every rank.
 
     Attributes:
-        loss: the mean over the unmasked tokens of the global batch.
+        loss: the mean over the unmasked tokens of the global batch; None if all are masked.
         grad_norm: None if fp16 loss scaling skipped the update.
         flops: the floating-point operations of all ranks.
         leave: whether the run ends here.
         warnings: lines about the hardware.
     """
 
-    loss: float
+    loss: float | None
     grad_norm: float | None
     flops: float
     leave: bool
@@ -296,8 +296,8 @@ def _loss(
     return total, tokens.int(), torch.cat((sums, sums.new_full((1,), flops)))
 
 
-def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tuple[float, float, int, int]:
-    """The mean loss over the unmasked tokens, and the operations, votes and findings of all ranks.
+def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tuple[float | None, float, int, int]:
+    """The mean loss over the unmasked tokens, None without any; the operations, votes and findings of all ranks.
 
     They take one reduction over the world.
     """
@@ -307,7 +307,7 @@ def _mean_loss(data: list[Tensor], findings: Findings, vote: bool = False) -> tu
         sums[:3] = torch.stack(data).sum(0)
     dist.all_reduce(sums)
     total, tokens, flops, votes, found = sums.tolist()
-    return total / max(tokens, 1.0), flops, int(votes), int(found)
+    return total / tokens if tokens else None, flops, int(votes), int(found)
 
 
 def _should_exit(args: Arguments, iteration: int, started: float) -> bool:
@@ -320,8 +320,8 @@ def _should_exit(args: Arguments, iteration: int, started: float) -> bool:
 
 
 @torch.no_grad()
-def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float:
-    """Mean loss per unmasked token over `--eval-iters` global batches.
+def evaluate(args: Arguments, state: TrainState, batches: ChunkBatches) -> float | None:
+    """Mean loss per unmasked token over `--eval-iters` global batches; None if all tokens are masked.
 
     Raises:
         UsageError: a token is not in the vocabulary.

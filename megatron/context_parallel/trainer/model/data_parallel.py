@@ -13,6 +13,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from megatron.context_parallel.patches.cpu_host import on_cpu_mesh
@@ -66,9 +67,18 @@ def wrap(
     return sharded
 
 
-def finish_gradients(model: list[DataParallel], *given: Any, **named: Any) -> None:
-    """megatron-core's `finalize_model_grads`; then the gradients are ready for the optimizer."""
-    finalize_model_grads(model, *given, **named)
+def finish_gradients(model: list[DataParallel], num_tokens: Tensor, **named: Any) -> None:
+    """megatron-core's `finalize_model_grads`; then the gradients are ready for the optimizer.
+
+    Args:
+        num_tokens: the tokens with a loss of this rank, int32 []; afterwards of all ranks. If there are none,
+            megatron-core divides by nothing. So the auxiliary losses of experts, which are sums over tokens, would get
+            gradients of any size: they get none.
+    """
+    finalize_model_grads(model, num_tokens, **named)
+    if model[0].config.num_moe_experts and not num_tokens:
+        for chunk in model:
+            chunk.scale_gradients(0.0)
     for chunk in model:
         if isinstance(chunk, TorchFSDP2):
             chunk.drop_empty_gradients()
