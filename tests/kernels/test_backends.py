@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import logging
+import random
 import re
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from megatron.context_parallel.kernels.delta import output_with
 from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.libraries import LIBRARIES
 from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, Piece
+from megatron.context_parallel.kernels.names import BACKENDS
 from megatron.context_parallel.kernels.position.tiles import TILES
 from megatron.context_parallel.kernels.reference import Reference
 
@@ -400,8 +402,8 @@ def test_other_value_heads_and_softcap_are_the_position_kernel_s(gpu, caplog):
 @pytest.mark.parametrize(
     "capability,backend,head_dim,value_dim,softcap,message",
     [
-        ((9, 0), "cudnn", 192, 128, 0.0, "one head_dim, not 192 for keys and 128 for values; give .*-backend triton"),
-        ((9, 0), "aten", 64, None, 30.0, "called without a softcap, not with 30.0; give .*-backend triton"),
+        ((9, 0), "cudnn", 192, 128, 0.0, "one head_dim, not 192 for keys and 128 for values; give .*-backend auto"),
+        ((9, 0), "aten", 64, None, 30.0, "called without a softcap, not with 30.0; give .*-backend auto"),
         ((9, 0), "triton", 64, 40, 0.0, "supports head_dim 64, 80.*, not 40; give values of head_dim 64"),
         ((9, 0), "auto", 192, 300, 0.0, "supports head_dim 64, 80.*, not 300; give values of head_dim 256"),
         ((8, 6), "auto", 64, None, 5.0, "does not run on sm_86; give softcap 0"),
@@ -412,6 +414,78 @@ def test_what_no_library_has_is_refused_by_name(capability, backend, head_dim, v
     gpu(capability)
     with pytest.raises(UsageError, match=f"--cp-attention-backend {backend}: .*{message}"):
         kernel_for(CUDA, BF16, head_dim, backend, value_dim=value_dim, softcap=softcap)
+
+
+WINDOW = [KeyRanges(*(torch.tensor([x], dtype=torch.int32) for x in ([0] * 40 + [*range(24)], [*range(1, 65)]))), 64]
+CHANGES = {  # advice: what it changes
+    r"give --cp-attention-backend (\w+)": lambda case, name: case | {"backend": name},
+    r"give --kv-channels (\d+)": lambda case, d: case | {"head_dim": int(d), "value_dim": case["value_dim"] and int(d)},
+    r"give values of head_dim (\d+)": lambda case, d: case | {"value_dim": int(d)},
+    r"leave out (windows and packed documents|--window-size 9)": lambda case, _: case | {"irregular": None},
+    r"give softcap (0)": lambda case, _: case | {"softcap": 0.0},
+    r"give --(bf16)": lambda case, _: case | {"dtype": BF16},
+    r"turn torch.use_deterministic_algorithms (off)": lambda case, _: case | {"deterministic": False},
+}
+
+
+def refusal(case: dict, before_the_run: bool) -> str:
+    """The error before a run or in it, or nothing."""
+    torch.use_deterministic_algorithms(bool(case["deterministic"]), warn_only=case["deterministic"] == "warn")
+    backend, dtype, head_dim, irregular, _, value_dim, softcap = case.values()
+    how = {"value_dim": value_dim, "softcap": softcap}
+    try:
+        if before_the_run:
+            check_backend(backend, dtype, head_dim, device="cuda", irregular=irregular and "--window-size 9", **how)
+        kernel = kernel_for(CUDA, dtype, head_dim, backend, **how)
+        if irregular:
+            kernel.pieces(*WINDOW)
+        return ""
+    except UsageError as error:
+        return str(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def follow(why: str, case: dict) -> dict:
+    """The case after the advice of an error."""
+    changed = case
+    for text, change in CHANGES.items():
+        for value in re.findall(text, why.rpartition("; ")[2]):
+            changed = change(changed, value)
+    assert changed != case, why
+    return changed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_advised_works(seed, gpu):
+    draw, refused = random.Random(seed), 0
+    for _ in range(300):
+        capability = draw.choice([(7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (10, 3), (12, 0)])
+        gpu(capability, *draw.sample(["flash2", "flash3", "flash4"], draw.randrange(4)), triton=draw.random() < 0.8)
+        case = {
+            "backend": draw.choice(BACKENDS),
+            "dtype": draw.choice([BF16, torch.float16, F32]),
+            "head_dim": draw.choice([8, 40, 64, 72, 100, 112, 128, 192, 256, 320]),
+            "irregular": draw.choice([None, True]),
+            "deterministic": draw.choice([False, False, True, "warn"]),
+            "value_dim": draw.choice([None, None, None, 64, 72, 300]),
+            "softcap": draw.choice([0.0, 0.0, 30.0]),
+        }
+        if draw.random() < 0.3:
+            case |= {"value_dim": case["head_dim"]}
+        before_the_run = draw.random() < 0.5
+        if not (why := refusal(case, before_the_run)):
+            continue
+        refused += 1
+        if capability < (8, 0):
+            assert why.endswith("no backend runs on this GPU; use one of compute capability 8.0 or newer")
+            continue
+        changed = follow(why, case)
+        if "computes full and causal blocks" in (then := refusal(changed, before_the_run)):
+            assert not before_the_run and "irregular" not in why  # its masks were not known before
+            changed, then = follow(then, changed), refusal(follow(then, changed), before_the_run)
+        assert not then, (why, case)
+    assert refused > 100
 
 
 def test_without_triton_only_plain_masks(gpu):
@@ -602,7 +676,7 @@ def test_few_plain_pieces_go_to_the_library_and_the_others_in_one_launch():
     for block, keys in (steps, window, tiny, decoding):
         assert kernel.pieces(block, keys) == ["one launch"]
     assert kernel.pieces(key_ranges(zero[:16], [n] * 16), n) == [Piece(slice(0, 16), slice(0, n), FULL)]
-    with pytest.raises(UsageError, match=r"--cp-attention-backend aten: .* give --cp-attention-backend triton"):
+    with pytest.raises(UsageError, match="aten: PyTorch's flash attention computes full and causal blocks, not"):
         library.pieces(*window)
     assert kernel.forward(None, None, None, window[0], Scores(1.0)) == "position"
 

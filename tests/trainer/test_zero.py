@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron.context_parallel.trainer.checkpoint import optimizer_state
+from megatron.context_parallel.trainer.checkpoint.tensor_owners import Shard, whole_tensors
 from tests.support import zero_case
 
 EVALUATED = {"eval_iters": 1, "eval_interval": 1}  # before each save
@@ -65,9 +66,15 @@ def test_fsdp2_shards_each_layer_before_the_next_is_built(ranks):
 @pytest.mark.parametrize("way", ["optim_grads_params, 2 instances", "distributed optimizer, 2 instances"])
 def test_a_rank_has_its_part_of_a_checkpoint_alone(ranks, way):
     found = ranks(4, zero_case.bytes_to_save, way)
-    assert sum(mine for mine, *_ in found) == 2 * found[0][1]  # two ranks share each of two copies
+    assert sum(mine for mine, *_ in found) == found[0][1]  # two ranks share what the two others have too
     for mine, everything, largest in found:
         assert mine <= everything / 2 + largest
+
+
+def test_the_writer_alone_copies_to_the_host_what_each_rank_has():
+    there = torch.empty(3, device="meta")
+    (whole,) = whole_tensors([Shard(there, there.shape, shares=None, written=True)], torch.float32, loading=False)
+    assert whole is not None and whole.is_meta
 
 
 @pytest.mark.parametrize("way", ["plain", "distributed optimizer", "optim_grads"])

@@ -1,25 +1,21 @@
 """Chooses the kernel for the blocks of a run: the requested one, or the fastest supported one."""
 
 import logging
-import os
-from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.progress import is_first_rank
 
-from . import position
 from .aten import AtenFlash
 from .interface import BlockGrad, Kernel, Scores
-from .libraries import LIBRARIES, Capability, Library
+from .libraries import LIBRARIES, Library
 from .libraries.base import length
 from .masks import KeyRanges, Piece, PieceMask, cut
-from .names import BACKENDS
-from .position import FEW_ROWS, PARTS, PositionKernel
+from .position import FEW_ROWS, PositionKernel
+from .refusals import Need, Place, check, need_of, refuse_block, takes_all_plain
 from .softcap import SoftcapCpu
 
 MOST_PIECES = 3  # the most pieces of a block for a library: those of a zigzag block against its own chunk
@@ -74,23 +70,6 @@ def _worth_a_launch(piece: Piece) -> bool:
     return (piece.kv.step or 1) == 1 and min(map(length, (piece.q, piece.kv))) >= SHORTEST
 
 
-class Need(NamedTuple):
-    """The device, dtype, sizes and masks of the blocks."""
-
-    dtype: torch.dtype
-    head_dim: int  # of queries and keys
-    value_dim: int
-    softcap: float
-    deterministic: bool
-    only_warn: bool = False  # PyTorch's deterministic mode has warn_only=True
-
-
-def _need(dtype: torch.dtype, head_dim: int, value_dim: int | None, softcap: float) -> Need:
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    only_warn = torch.is_deterministic_algorithms_warn_only_enabled()
-    return Need(dtype, head_dim, value_dim or head_dim, softcap, deterministic, only_warn)
-
-
 def kernel_for(
     device: torch.device,
     dtype: torch.dtype,
@@ -112,14 +91,12 @@ def kernel_for(
     Raises:
         UsageError: the backend cannot compute them; the message names one that can.
     """
-    return _kernel(device, _need(dtype, head_dim, value_dim, softcap), backend)
+    return _kernel(device, need_of(dtype, head_dim, value_dim, softcap), backend)
 
 
 @cache
 def _kernel(device: torch.device, need: Need, backend: str) -> Kernel:
-    check_backend(
-        backend, need.dtype, need.head_dim, device=device.type, value_dim=need.value_dim, softcap=need.softcap
-    )
+    check(Place.of(device.type), backend, need, masks_known=False)
     kernel, what = _chosen(device, need, backend)
     if is_first_rank():
         logging.getLogger(__name__).info("--cp-attention-backend %s: %s", backend, what)
@@ -127,28 +104,31 @@ def _kernel(device: torch.device, need: Need, backend: str) -> Kernel:
 
 
 def _chosen(device: torch.device, need: Need, backend: str) -> tuple[Kernel, str]:
-    """A kernel for what `check_backend` has passed, and its description."""
+    """A kernel for what `check` has passed, and its description."""
     if backend == "triton":
         return _position(device, need), "the position kernel for all blocks"
     if device.type == "cpu" and need.softcap:
         return SoftcapCpu(), "plain PyTorch in tiles, because its flash attention for CPUs has no softcap"
     if device.type == "cpu":
         return AtenFlash(), "PyTorch's flash attention for CPUs"
+    capability = torch.cuda.get_device_capability(device)
+    place = Place("cuda", capability)
     if backend != "auto":
         library = LIBRARIES[backend]
-        return library(deterministic=need.deterministic), f"{library.title} for all blocks"
-    capability = torch.cuda.get_device_capability(device)
-    no_position = _refusal("triton", need, capability)
+        refuse = refuse_block(place, backend, need)
+        return library(deterministic=need.deterministic, refuse=refuse), f"{library.title} for all blocks"
+    no_position = place.refusal("triton", need)
     names = FASTEST.get(capability[0], OTHERS)
     if no_position:  # libraries for some blocks come last, because nothing computes the other blocks
-        names = tuple(sorted(names, key=lambda name: LIBRARIES[name].blocks != Library.blocks))
+        names = tuple(sorted(names, key=lambda name: not takes_all_plain(name)))
     passed = ""
     for name in names:
         library = LIBRARIES[name]
-        if why := _refusal(name, need, capability):
+        if why := place.refusal(name, need):
             passed += f"; not {name}: {why}"
             continue
-        kernel = library(deterministic=need.deterministic)
+        refuse = refuse_block(place, backend, need)
+        kernel = library(deterministic=need.deterministic, refuse=refuse)
         served = f"{library.title} for {library.blocks}{passed}"
         if no_position:
             return kernel, f"{served}; other blocks are not supported: {no_position}"
@@ -183,85 +163,5 @@ def check_backend(
     Raises:
         UsageError: it cannot; the message names a backend that can.
     """
-    if backend not in BACKENDS:
-        raise UsageError(f"--cp-attention-backend {backend}: unknown; choose one of {', '.join(BACKENDS)}")
-    need = _need(dtype, head_dim, value_dim, softcap)
-    capability = torch.cuda.get_device_capability() if on_this_host and device == "cuda" else None
-
-    def refusal(name: str) -> str | None:
-        if device == "cpu":
-            return _refusal_on_cpu(name)
-        if irregular and name in LIBRARIES:
-            return f"{LIBRARIES[name].title} has no mask for {irregular}"
-        return _refusal(name, need, capability)
-
-    if backend == "auto":
-        why = None if any(not refusal(name) for name in BACKENDS[1:]) else refusal("triton")
-    else:
-        why = refusal(backend)
-    if why:
-        able = next((name for name in BACKENDS[1:] if not refusal(name)), None)
-        remedy = f"give --cp-attention-backend {able}" if able else _advice(need, irregular)
-        raise UsageError(f"--cp-attention-backend {backend}: {why}; {remedy}")
-
-
-def _advice(need: Need, irregular: str | None) -> str:
-    """What to change if no backend can compute it."""
-    if need.head_dim not in PARTS:
-        return f"give --kv-channels {_fitting(need.head_dim)}"
-    if need.value_dim not in PARTS:
-        return f"give values of head_dim {_fitting(need.value_dim)}"
-    if irregular:
-        return f"leave out {irregular}"
-    if need.softcap:
-        return "give softcap 0"
-    if need.value_dim != need.head_dim:
-        return f"give values of head_dim {need.head_dim}"
-    return "give --bf16" if need.dtype is torch.float32 else "give --kv-channels 128"
-
-
-def _fitting(size: int) -> int:
-    return min((d for d in PARTS if d >= size), default=max(PARTS))
-
-
-def _refusal_on_cpu(name: str) -> str | None:
-    if name == "aten" or (name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
-        return None
-    return "this host has no GPU"
-
-
-def _refusal(name: str, need: Need, capability: Capability | None) -> str | None:
-    """Why a backend cannot compute this on a GPU of that capability (None: on any GPU, on any host)."""
-    if name == "triton":
-        return position.refusal(need.dtype, (need.head_dim, need.value_dim), capability)
-    library = LIBRARIES[name]
-    dtype = need.dtype
-    head_dim = need.head_dim
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"{library.title} does not support {str(dtype).removeprefix('torch.')}"
-    if head_dim % 8:
-        return f"{library.title} needs head_dim to be a multiple of 8, not {head_dim}"
-    if why := library.lacks(head_dim, need.value_dim, need.softcap):
-        return why
-    if library.strict_only and need.deterministic and need.only_warn:
-        return f"{library.title} is not deterministic with torch.use_deterministic_algorithms(warn_only=True)"
-    if capability is None:
-        return None if head_dim <= 256 else f"{library.title} does not support head_dim {head_dim}"
-    if head_dim not in library.head_dims(capability, deterministic=need.deterministic):
-        return _refusal_of_size(library, need, capability)
-    return library.missing(head_dim)
-
-
-def _refusal_of_size(library: type[Library], need: Need, capability: Capability) -> str:
-    on = "on sm_{}{}".format(*capability)
-    if not (ever := library.head_dims(capability, deterministic=False)):
-        return f"{library.title} does not run {on}"
-    if need.head_dim not in ever:
-        return f"{library.title} {on} supports head_dim {_sizes(ever)}, not {need.head_dim}"
-    return f"{library.title} has no deterministic gradients for head_dim {need.head_dim} {on}"
-
-
-def _sizes(multiples: Sequence[int]) -> str:
-    """Head_dims in words: those in steps of 8 by their largest, the others after it."""
-    steady = [d for d in multiples if d - 8 in (0, *multiples)]
-    return " or ".join([f"{steady[-1]} at most", *(str(d) for d in multiples if d not in steady)])
+    place = Place.of(device, on_this_host=on_this_host)
+    check(place, backend, need_of(dtype, head_dim, value_dim, softcap), irregular, masks_known=True)

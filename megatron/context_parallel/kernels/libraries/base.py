@@ -13,7 +13,7 @@ flash_bwd_preprocess_kernel.h; flash-attn 4, `_bwd_preprocess` in cute/interface
 import importlib
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.torch_version import TorchVersion
@@ -24,6 +24,8 @@ from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, KeyRanges, Piece, PieceMask, cut
 
 Capability = tuple[int, int]  # of a GPU; (9, 0) is sm_90
+# Makes the error for a block that a library does not compute, of the reason and of whether its mask is irregular.
+RefuseBlock = Callable[[str, bool], UsageError]
 
 
 class Library(ABC):
@@ -31,6 +33,7 @@ class Library(ABC):
 
     Args:
         deterministic: gradients are the same bit for bit each time.
+        refuse: makes the error for a block that it does not compute.
 
     Attributes:
         name: the value of `--cp-attention-backend`.
@@ -49,9 +52,10 @@ class Library(ABC):
     blocks: str = "full and causal blocks"
     strict_only: bool = False
 
-    def __init__(self, *, deterministic: bool = False) -> None:
+    def __init__(self, *, deterministic: bool = False, refuse: RefuseBlock | None = None) -> None:
         self.calls = importlib.import_module(self.module)
         self.deterministic = deterministic
+        self.refuse: RefuseBlock = refuse or (lambda why, irregular: UsageError(f"{self.name}: {why}"))
 
     @classmethod
     def missing(cls, head_dim: int) -> str | None:
@@ -85,22 +89,26 @@ class Library(ABC):
         """Whether it computes a piece of a block of `rows` query rows and `keys` key rows."""
         return not isinstance(piece.mask, KeyRanges)
 
-    @classmethod
-    def pieces(cls, block: KeyRanges, keys: int) -> list[Piece]:
+    def pieces(self, block: KeyRanges, keys: int) -> list[Piece]:
         """As `Kernel.pieces`.
 
         Raises:
             UsageError: the block cannot be split into pieces that the library supports.
         """
+        return self.cut_or_refuse(block, keys, self.refuse)
+
+    @classmethod
+    def cut_or_refuse(cls, block: KeyRanges, keys: int, refuse: RefuseBlock) -> list[Piece]:
+        """`pieces` without the library itself."""
         found = cut(block, short=0)
         rows = block.first.shape[1]
-        for piece in found:
-            if not cls.takes(piece, rows, keys):
-                mask = "irregular" if isinstance(piece.mask, KeyRanges) else piece.mask
-                raise UsageError(
-                    f"--cp-attention-backend {cls.name}: {cls.title} computes {cls.blocks}, not {length(piece.q)} "
-                    f"rows by {length(piece.kv)} keys, {mask}; give --cp-attention-backend triton"
-                )
+        refused = [piece for piece in found if not cls.takes(piece, rows, keys)]
+        if refused:
+            piece = next((one for one in refused if isinstance(one.mask, KeyRanges)), refused[0])
+            irregular = isinstance(piece.mask, KeyRanges)
+            mask = "irregular" if irregular else piece.mask
+            sizes = f"{length(piece.q)} rows by {length(piece.kv)} keys, {mask}"
+            raise refuse(f"{cls.title} computes {cls.blocks}, not {sizes}", irregular)
         return found
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, scores: Scores) -> tuple[Tensor, Tensor]:
@@ -121,7 +129,8 @@ class Library(ABC):
 
     def _check(self, q: Tensor, v: Tensor, scores: Scores) -> None:
         if why := self.lacks(q.shape[-1], v.shape[-1], scores.softcap):
-            raise UsageError(f"--cp-attention-backend {self.name}: {why}; give --cp-attention-backend triton")
+            what = f"{q.shape[-1]}, value_dim={v.shape[-1]}, softcap={scores.softcap}"
+            raise UsageError(f"{self.name}: {why}; choose the kernel by kernel_for(q.device, q.dtype, {what})")
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from megatron.context_parallel.kernels.masks import Piece
 
-from .base import Capability, Library, length
+from .base import Capability, Library, RefuseBlock, length
 
 _aten = torch.ops.aten
 TILE = 128  # rows of a key tile
@@ -28,8 +28,8 @@ class Cudnn(Library):
     name, title = "cudnn", "cuDNN attention through PyTorch"
     blocks = f"full and causal blocks of whole and half chunks in multiples of {TILE} rows"
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)
+    def __init__(self, *, deterministic: bool = False, refuse: RefuseBlock | None = None) -> None:
+        super().__init__(deterministic=deterministic, refuse=refuse)
         self.stats_dims = 3  # the log-sum-exp is [1, heads, s] or [1, heads, s, 1], depending on the version of PyTorch
 
     @classmethod

@@ -7,7 +7,7 @@ import torch
 
 from megatron.context_parallel.errors import UsageError
 
-from .base import Capability, Library
+from .base import Capability, Library, RefuseBlock
 
 
 class FlashAttention3(Library):
@@ -19,8 +19,8 @@ class FlashAttention3(Library):
 
     name, title, module = "flash3", "flash-attn 3", "flash_attn_3._C"
 
-    def __init__(self, *, deterministic: bool = False) -> None:
-        super().__init__(deterministic=deterministic)  # registers the operators
+    def __init__(self, *, deterministic: bool = False, refuse: RefuseBlock | None = None) -> None:
+        super().__init__(deterministic=deterministic, refuse=refuse)  # registers the operators
         self.calls = torch.ops.flash_attn_3
         # Its thread blocks are persistent. On all multiprocessors they would block NCCL until the kernel ends.
         most = os.environ.get("NCCL_MAX_CTAS", "0")

@@ -163,7 +163,7 @@ class PositionKernel:
 
 def _architecture(device: torch.device) -> int:
     if importlib.util.find_spec("triton") is None:
-        raise UsageError("--cp-attention-backend triton: Triton is not installed (pip install triton); or give aten")
+        raise UsageError("--cp-attention-backend triton: Triton is not installed (pip install triton)")
     import triton
 
     if device.type == "cpu" and triton.knobs.runtime.interpret:
@@ -173,7 +173,7 @@ def _architecture(device: torch.device) -> int:
     if found not in TILES:
         raise UsageError(
             f"--cp-attention-backend triton: {device} has compute capability {major}.{minor}, but the kernel "
-            "runs on 8.0, 9.0 and 10.x; give aten"
+            "runs on 8.0, 9.0 and 10.x; choose one by kernel_for(device, dtype, head_dim)"
         )
     return found
 

@@ -3,8 +3,10 @@
 import math
 import os
 from collections.abc import Iterator
+from functools import partial
 from itertools import count, product
 from traceback import extract_tb
+from types import SimpleNamespace
 from typing import cast
 
 from megatron.context_parallel.cli.flag_checks import refusal, refuse
@@ -231,23 +233,27 @@ def _check_devices(args: Arguments) -> Iterator[UsageError]:
     what = backend, args.params_dtype, args.kv_channels
     yield from caught(check_backend, *what, device=device, irregular=irregular, on_this_host=not elsewhere)
     if device == "cuda":
-        yield from caught(_check_blocks, args)
+        yield from caught(_check_blocks, args, not elsewhere)
 
 
-def _check_blocks(args: Arguments) -> None:
+def _check_blocks(args: Arguments, on_this_host: bool) -> None:
     """Reject a named library that cannot compute all blocks of a plan. The first and the last rank are checked."""
     from megatron.context_parallel.kernels.interface import Kernel
     from megatron.context_parallel.kernels.libraries import LIBRARIES
+    from megatron.context_parallel.kernels.refusals import refusal_of_blocks
     from megatron.context_parallel.runtime.blocks import Blocks
     from megatron.context_parallel.tokens.layout import Chunks
     from megatron.context_parallel.tokens.mask import Mask
 
     if (library := LIBRARIES.get(args.cp_attention_backend)) is None:
         return
+    what = args.cp_attention_backend, args.params_dtype, args.kv_channels
+    cut = partial(library.cut_or_refuse, refuse=refusal_of_blocks(*what, on_this_host=on_this_host))
+    only_cuts = cast(Kernel, SimpleNamespace(pieces=cut))
     for choice, backward in product(distinct(args.cp_layers), (False, True)):
         plan = choice.plan(args.context_parallel_size, backward=backward)
         chunks = Chunks.pair(choice.layout, plan.n, args.seq_length)
-        blocks = Blocks(Mask(), *chunks, cast(Kernel, library))  # only cuts into pieces here
+        blocks = Blocks(Mask(), *chunks, only_cuts)
         for step in (*plan.steps[0], *plan.steps[plan.n - 1]):
             for attend in step.attend:
                 for chunk in attend.q_chunks:

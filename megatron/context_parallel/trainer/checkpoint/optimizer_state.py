@@ -17,7 +17,7 @@ from megatron.context_parallel.patches.megatron_offloaded_optimizer import prime
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 
 from .sharded_weights import described
-from .tensor_owners import Shard, Shares, copy_shares, shares_of, whole_tensors
+from .tensor_owners import Shard, Shares, copy_shares, shard_of, shares_of, whole_tensors
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
@@ -42,7 +42,9 @@ def sharded_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], l
     for part in parts:
         groups += [_plain(part, group) | {"step": step} for group in part.optimizer.param_groups]
     sharding = METADATA["distrib_optim_sharding_type"]
-    sharded = {"optimizer": {"param_groups": groups}, "param_state": states, "param_state_sharding_type": sharding}
+    sharded: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": sharding}
+    if states:  # nor an empty one
+        sharded["param_state"] = states
     if scaler := getattr(parts[0], "grad_scaler", None):
         # On the host: megatron-core sends it to all ranks, which would each take memory of the sender's GPU.
         saved = scaler.state_dict()
@@ -55,7 +57,7 @@ def load_optimizer(optimizer: MegatronOptimizer, model: list[DataParallel], load
     parts = _parts(optimizer)
     weights = _weights_with_states(parts, model)
     for kind in _KINDS:
-        wholes = [loaded["param_state"].get(f"{weight.name}.{kind}") for weight in weights]
+        wholes = [loaded.get("param_state", {}).get(f"{weight.name}.{kind}") for weight in weights]
         copy_shares([weight.shard(kind) for weight in weights], wholes, torch.float32)
     step = loaded["optimizer"]["param_groups"][0]["step"]
     for part in parts:
@@ -83,7 +85,7 @@ class _Weight(NamedTuple):
 
     def shard(self, kind: str) -> Shard:
         """The shard of one kind of state: "param" is the float32 copy of the weight, or the weight itself."""
-        return Shard(self.states[kind], self.parameter.shape, self.shares)
+        return shard_of(self.states[kind], self.entry, self.parameter.shape, self.shares)
 
 
 def _weights_with_states(parts: list[MegatronOptimizer], model: list[DataParallel]) -> list[_Weight]:
@@ -120,7 +122,7 @@ def _shared_in_buckets(parts: list[DistributedOptimizer], weights: list[_Weight]
             groups |= dict.fromkeys(buffer.param_index_map, part.data_parallel_group)
         for parameter, main in _numbers_in_buckets(part).items():
             states[parameter] = _states_of(part, main)
-    nothing = dict.fromkeys(_KINDS, torch.empty(0))
+    nothing = dict.fromkeys(_KINDS, torch.empty(0, device=torch.cuda.current_device()))
     found = [weight._replace(states=states.get(weight.parameter, nothing)) for weight in weights]
     shares = shares_of([(groups[weight.parameter], weight.states["param"].numel()) for weight in found])
     return [weight._replace(shares=of_weight) for weight, of_weight in zip(found, shares, strict=True)]
@@ -175,7 +177,8 @@ def _step(part: MegatronOptimizer) -> float:
     """The number of updates so far. A rank without rows of a weight does not count the updates of that weight."""
     steps = [0.0]
     for adam in _adams(part):
-        steps += [state["step"].item() for state in adam.state.values() if "step" in state]
+        counts = [state["step"] for state in adam.state.values() if "step" in state]
+        steps += [torch.stack(counts).max().item()] if counts else []  # a GPU is waited for once
         steps += [group.get("step", 0) for group in adam.param_groups]
     return max(steps)
 
@@ -195,7 +198,7 @@ def with_steps(adam: torch.optim.Adam, step: float) -> Iterator[tuple[dict[str, 
     for group in adam.param_groups:
         on_device = group["fused"] or group["capturable"]
         for updated in group["params"]:
-            yield adam.state[updated], torch.tensor(float(step), device=updated.device if on_device else "cpu")
+            yield adam.state[updated], torch.full((), float(step), device=updated.device if on_device else "cpu")
 
 
 def _copy_to_device(adam: HybridDeviceOptimizer) -> None:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from megatron.context_parallel.trainer.model.data_parallel import DataParallel
 from megatron.context_parallel.trainer.model.torch_fsdp2 import TorchFSDP2
 
-from .tensor_owners import Shard, Shares, copy_shares, shares_of, whole_tensors
+from .tensor_owners import Shard, Shares, copy_shares, shard_of, shares_of, whole_tensors
 
 
 def parameters_of(chunk: DataParallel) -> dict[str, torch.nn.Parameter]:
@@ -77,7 +77,7 @@ def load_weights(chunk: DataParallel, loaded: dict[str, Any]) -> None:
 
 
 def _shards(weights: list[Described]) -> list[Shard]:
-    return [Shard(weight.parameter, weight.parameter.shape, weight.shares) for weight in weights]
+    return [shard_of(weight.parameter, weight.entry, weight.parameter.shape, weight.shares) for weight in weights]
 
 
 def install_weights(chunk: DataParallel) -> None:

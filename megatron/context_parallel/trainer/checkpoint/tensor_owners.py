@@ -35,9 +35,16 @@ class Shares(NamedTuple):
         return dist.get_rank(self.group) == self.owner
 
     def owned(self, entry: ShardedBase, **changes: Any) -> ShardedBase:
-        """The owner's entry. Of several groups that shard a weight alike, the first one writes it."""
+        """The owner's entry."""
+        return replace(entry, replica_id=self._replica(entry), **changes)
+
+    def writes(self, entry: ShardedBase) -> bool:
+        """Whether the owner writes the weight: of several groups that shard it alike, the first one."""
+        return not any(self._replica(entry))
+
+    def _replica(self, entry: ShardedBase) -> tuple[int, ...]:
         *others, rank = entry.replica_id  # data- and context-parallel ranks are neighbours
-        return replace(entry, replica_id=(*others, rank // len(self.counts)), **changes)
+        return *others, rank // len(self.counts)
 
 
 class Shard(NamedTuple):
@@ -46,11 +53,18 @@ class Shard(NamedTuple):
     Attributes:
         numbers: on the device or the host, of any shape; written to when a checkpoint is loaded.
         shape: that of the whole tensor.
+        written: whether the owner writes it.
     """
 
     numbers: Tensor
     shape: torch.Size
     shares: Shares | None
+    written: bool
+
+
+def shard_of(numbers: Tensor, entry: ShardedBase, shape: torch.Size, shares: Shares | None) -> Shard:
+    """This rank's numbers of a tensor with `entry` in checkpoints."""
+    return Shard(numbers, shape, shares, shares is None or shares.writes(entry))
 
 
 def shares_of(counts: Sequence[tuple[dist.ProcessGroup, int]]) -> list[Shares]:
@@ -76,17 +90,19 @@ def shares_of(counts: Sequence[tuple[dist.ProcessGroup, int]]) -> list[Shares]:
 
 
 def whole_tensors(shards: Sequence[Shard], dtype: torch.dtype, loading: bool) -> list[Tensor | None]:
-    """Each tensor whole, on the host, or an empty tensor to load it into; None if another rank owns it.
+    """Each tensor whole, on the host, or an empty tensor to load it into; None if another rank owns or writes it.
 
-    All ranks that shard the tensors call it.
+    All ranks that shard the tensors call it. What each rank has whole stays where it is: the writer copies to the host
+    what this rank writes.
     """
     whole: list[Tensor | None] = [None] * len(shards)
     for index, shard in enumerate(shards):
         if shard.shares is None and not loading:
-            whole[index] = shard.numbers.detach().to(device="cpu", dtype=dtype)
+            whole[index] = shard.numbers.detach().to(dtype)
         elif loading and (shard.shares is None or shard.shares.is_owner):
             whole[index] = torch.empty(shard.shape, dtype=dtype)
-    for exchange in [] if loading else _exchanges(shards):
+    written = [index for index, shard in enumerate(shards) if shard.written]
+    for exchange in [] if loading else _exchanges(shards, written):
         device = torch.cuda.current_device()  # some may be on the host
         numbers = [_local(shards[index].numbers).to(device, dtype) for index in exchange.shards]
         received = exchange.to_owners(torch.cat(numbers))
@@ -105,7 +121,7 @@ def copy_shares(shards: Sequence[Shard], whole: Sequence[Tensor | None], dtype: 
         if shard.shares is None:
             assert tensor is not None
             shard.numbers.copy_(tensor)
-    for exchange in _exchanges(shards):
+    for exchange in _exchanges(shards, range(len(shards))):
         own = None if exchange.own is None else whole[exchange.own]
         own_numbers = torch.empty(0, dtype=dtype) if own is None else own.flatten()
         received = exchange.from_owners(own_numbers.to(torch.cuda.current_device()))
@@ -149,10 +165,11 @@ class _Exchange:
         return received
 
 
-def _exchanges(shards: Sequence[Shard]) -> list[_Exchange]:
-    """Those that move all sharded tensors, one group after the other: a rank can be in several."""
+def _exchanges(shards: Sequence[Shard], indices: Sequence[int]) -> list[_Exchange]:
+    """Those that move these tensors, if they are sharded, one group after the other: a rank can be in several."""
     in_group = defaultdict[dist.ProcessGroup, list[dict[int, int]]](list)
-    for index, shard in enumerate(shards):
+    for index in indices:
+        shard = shards[index]
         if shard.shares is None:
             continue
         rounds = in_group[shard.shares.group]
