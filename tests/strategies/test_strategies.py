@@ -309,7 +309,15 @@ def test_specs_of_modules_and_files(tmp_path, monkeypatch):
         ("{folder}/broken.py:own", "broken.py cannot be loaded (ZeroDivisionError: division by zero)"),
         ("{folder}/empty.py:own", "empty.py:own: unknown; choose one of allgather,"),
         ("ring,ulysses", "--cp-strategy ring,ulysses: all layers have one strategy here; give one, such as ring"),
-        ("mesh:grid=2x2+ring*4", "--cp-strategy ring*4: all layers have one strategy here; give one, such as ring"),
+        ("mesh:grid=2x2+ring*4", "ring*4: all layers have one strategy here; give one, such as mesh:grid=2x2+ring"),
+        ("mesh:grid=2x2*2,ring*2", "ring*2: all layers have one strategy here; give one, such as mesh:grid=2x2"),
+        (
+            "mesh:grid=2x2,ring",
+            "mesh:grid=2x2,ring: all layers have one strategy here; give one, such as mesh:grid=2x2",
+        ),
+        ("ring,mesh:grid=2x2+ring", "+ring: all layers have one strategy here; give one, such as ring"),
+        ("mesh:grid=2x2,q_cost", "--cp-q-transfer-blocks : need a number, above 0, such as 4"),
+        ("attention2d:grid=2x2,fast", "--cp-strategy attention2d: no option fast; it has grid, overlap"),
         ("{folder}/a.py:own*2,{folder}/b.py:own", "b.py:own: all layers have one strategy here; give one, such as /"),
     ],
 )

@@ -134,30 +134,32 @@ def parse_spec(spec: "str | Choice", n: int | None = None, /, **options: object)
     """
     given = {name: value for name, value in options.items() if value is not None}
     if isinstance(spec, Choice):
-        if spec.for_backward:
-            passes = replace(spec, for_backward=None), spec.for_backward
-            forward, backward = (parse_spec(one, n, **given) for one in passes)
-            return replace(forward, for_backward=backward)
-        strategy = spec.strategy
-        source = spec.source
-        own = spec.common | spec.options
-    elif "+" in (text := str(spec)):  # options apply to both
-        forward, backward = (parse_spec(part, n, **given) for part in text.split("+", 1))
-        return replace(forward, for_backward=backward)
+        passes = [spec, *([spec.for_backward] if spec.for_backward else ())]
+        read = [_changed(one, one.strategy.with_current_names(given), n) for one in passes]
     else:
         try:
-            strategy, source, texts = _parse(text)
+            read = [_read(part, given, n) for part in str(spec).split("+", 1)]  # options apply to both
         except UsageError:
-            _refuse_list(text)
+            _refuse_list(str(spec))
             raise
-        _check_dashes(str(spec), strategy, texts)
-        own = strategy.with_current_names(texts)
-        again = strategy.with_current_names(given)
-        if both := [name for name in own if name in again and _differs(strategy, name, own[name], again[name])]:
-            raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
-    given = own | strategy.with_current_names(given)
-    common = {name: option.parse(given.pop(name)) for name, option in COMMON.items() if name in given}
-    return Choice(strategy, common, strategy.parse_options(given, n), source)
+    return replace(read[0], for_backward=read[1]) if len(read) > 1 else read[0]
+
+
+def _read(spec: str, given: dict[str, Any], n: int | None) -> Choice:
+    """The choice of one pass."""
+    strategy, source, texts = _parse(spec)
+    _check_dashes(spec, strategy, texts)
+    own, again = (strategy.with_current_names(options) for options in (texts, given))
+    if both := [name for name in own if name in again and _differs(strategy, name, own[name], again[name])]:
+        raise UsageError(f"--cp-strategy {spec}: {min(both)} is given twice; leave one out")
+    return _changed(Choice(strategy, source=source), own | again, n)
+
+
+def _changed(choice: Choice, given: dict[str, Any], n: int | None) -> Choice:
+    """The choice with other values of options, by their current names."""
+    values = choice.common | choice.options | given
+    common = {name: option.parse(values.pop(name)) for name, option in COMMON.items() if name in values}
+    return replace(choice, common=common, options=choice.strategy.parse_options(values, n), for_backward=None)
 
 
 def _differs(strategy: Strategy, name: str, value: Any, other: Any) -> bool:
@@ -203,10 +205,18 @@ def _parse(spec: str) -> tuple[Strategy, str, dict[str, Any]]:
 
 
 def _refuse_list(spec: str) -> None:
-    """Raises UsageError for a list by layer (`by_layer.py`)."""
-    one = _COUNT.sub("", BETWEEN_LAYERS.split(spec)[0])
-    if one != spec:
-        raise UsageError(f"--cp-strategy {spec}: all layers have one strategy here; give one, such as {one}") from None
+    """Raises UsageError for a list by layer (`by_layer.py`).
+
+    After an option, what follows a comma is another layer's only if it names a strategy: `mesh:grid=2x2,overlap` has
+    an option without a value.
+    """
+    parts = BETWEEN_LAYERS.split(spec)
+    first, *others = (_COUNT.sub("", part) for part in parts)
+    named = [other for other in others if ":" in other or other.split("+")[0] in STRATEGIES]
+    if [first, *others] != parts or named or ("=" not in first and others):
+        raise UsageError(
+            f"--cp-strategy {spec}: all layers have one strategy here; give one, such as {first}"
+        ) from None
 
 
 def _load(source: str, spec: str) -> None:
