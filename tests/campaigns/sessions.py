@@ -24,6 +24,7 @@ from megatron.context_parallel.cluster.description import load_cluster
 from megatron.context_parallel.inference.pages import CacheFull
 from megatron.context_parallel.kernels.names import KV_CACHE_DTYPES
 from megatron.context_parallel.trainer.model.build import _quick_gelu as quick_gelu
+from tests.support.device import HEAD_DIMS
 from tests.support.numbered_cases import numbered, read_flags
 from tests.support.ranks import Ranks
 from tests.support.session_case import VOCABULARY, model, poison, session, start
@@ -103,7 +104,7 @@ def _changes(random: Random, tensor: int) -> dict[str, Any]:
     changes["normalization"] = random.choice(("RMSNorm", "LayerNorm"))
     changes["gated_linear_unit"] = random.random() < 0.5
     changes["activation_func"] = random.choice(sorted(ACTIVATIONS))
-    changes["kv_channels"] = random.choice((64, 80, 128) if torch.cuda.is_available() else (4, 8, 8, 12, 16))
+    changes["kv_channels"] = random.choice(HEAD_DIMS)
     changes["add_bias_linear"] = random.random() < 0.4
     changes["add_qkv_bias"] = random.random() < 0.3
     changes["softmax_scale"] = random.choice((None, None, 0.2))

@@ -15,6 +15,11 @@ def head_dim(small: int) -> int:
     return 64 if DEVICE == "cuda" else small
 
 
+HEAD_DIM = head_dim(8)
+NO_POWER_OF_2 = 80 if DEVICE == "cuda" else 12
+HEAD_DIMS = (HEAD_DIM, NO_POWER_OF_2, 128) if DEVICE == "cuda" else (4, HEAD_DIM, NO_POWER_OF_2, 16)
+
+
 def on_device(given: Given) -> Given:
     """A module, or all tensors of what is given, on the device."""
     if isinstance(given, nn.Module):

@@ -19,11 +19,10 @@ from megatron.context_parallel.integration.spec import block_spec
 from megatron.context_parallel.integration.vocabulary import leave_out_padding
 from megatron.context_parallel.integration.yarn import use_yarn
 from megatron.context_parallel.patches.cpu_host import support_cpu_host
-from tests.support.device import head_dim, on_device
+from tests.support.device import HEAD_DIM, on_device
 
 support_cpu_host()
 VOCABULARY, PADDED, LENGTH = 29, 32, 256
-HEAD_DIM = head_dim(8)
 Tokens = dict[int, list[int]]
 
 

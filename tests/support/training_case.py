@@ -18,12 +18,11 @@ from megatron.context_parallel.trainer.checkpoint.train_state import Progress, T
 from megatron.context_parallel.trainer.config.flags import FLAGS
 from megatron.context_parallel.trainer.data.batches import collate, document_options
 from tests.support.case_args import CaseArgs
-from tests.support.device import head_dim
+from tests.support.device import HEAD_DIM
 
 support_cpu_host()
 
 SEQUENCE, VOCABULARY, BATCH = 32, 64, 4
-HEAD_DIM = head_dim(8)
 
 FAMILIES = {
     "llama": {

@@ -421,10 +421,10 @@ def test_a_deputy_names_rank_0_that_failed_and_ended_without_a_word(monitor, kin
     assert monitor.said == ["rank 0 on host0 died or was cut off at joining"]
 
 
-def watch_of(rank: int, monkeypatch) -> Watch:
+def watch_of(rank: int, monkeypatch, folder: Path) -> Watch:
     """A watch without threads: what it sends is in `sent`."""
     found = Watch.__new__(Watch)
-    found.args, found.monitor, found.sent = SimpleNamespace(rank=rank, world_size=2, save=None), None, []
+    found.args, found.monitor, found.sent = SimpleNamespace(rank=rank, world_size=2, save=folder), None, []
     found._failed, found._notes, found._monitors, found._speaks = {}, -1, {0: None}, False
     found._said, found._answered = threading.Event(), threading.Event()
     found._tell = found.sent.append
@@ -437,8 +437,8 @@ def watch_of(rank: int, monkeypatch) -> Watch:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("error", [UsageError("a wrong flag"), ValueError("broken")])
 @pytest.mark.parametrize("answer", ["speak", "be still", "none", "nobody is there"])
-def test_a_rank_speaks_unless_another_is_to(rank, error, answer, monkeypatch, capsys):
-    watch = watch_of(rank, monkeypatch)
+def test_a_rank_speaks_unless_another_is_to(rank, error, answer, monkeypatch, capsys, tmp_path):
+    watch = watch_of(rank, monkeypatch, tmp_path)
     monkeypatch.setattr(watches, "_SECONDS_TO_ANSWER", 0.05)
     watch._speaks = answer == "speak"
     if answer in ("speak", "be still"):
@@ -465,8 +465,8 @@ def test_a_rank_that_lingers_leaves_after_a_sigterm_that_came_before(monkeypatch
     crash_log.linger()
 
 
-def test_a_rank_that_is_alone_raises_a_usage_error_again_and_leaves(monkeypatch):
-    watch, at_exit = watch_of(0, monkeypatch), []
+def test_a_rank_that_is_alone_raises_a_usage_error_again_and_leaves(monkeypatch, tmp_path):
+    watch, at_exit = watch_of(0, monkeypatch, tmp_path), []
     watch.args.world_size = 1
     monkeypatch.setattr(crash.atexit, "register", at_exit.append)
     with pytest.raises(UsageError):
@@ -486,8 +486,8 @@ def test_a_rank_that_is_alone_waits_for_nobody(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("kind", ["usage", "failed"])
-def test_a_signal_waits_for_a_rank_that_is_to_speak(kind, monkeypatch):
-    watch = watch_of(1, monkeypatch)
+def test_a_signal_waits_for_a_rank_that_is_to_speak(kind, monkeypatch, tmp_path):
+    watch = watch_of(1, monkeypatch, tmp_path)
     watch.fail(kind)
     signals = threading.Thread(target=watch.fail, args=("SIGTERM",), daemon=True)
     signals.start()
@@ -499,8 +499,8 @@ def test_a_signal_waits_for_a_rank_that_is_to_speak(kind, monkeypatch):
     assert [message["ended"] for message in watch.sent] == [kind]  # and it does not say that the signal was it
 
 
-def test_a_signal_ends_a_rank_that_lost_a_peer_at_once(monkeypatch):
-    watch = watch_of(1, monkeypatch)
+def test_a_signal_ends_a_rank_that_lost_a_peer_at_once(monkeypatch, tmp_path):
+    watch = watch_of(1, monkeypatch, tmp_path)
     watch.fail("lost")
     watch.fail("SIGTERM")
     assert watch.sent[-1]["ended"] == "SIGTERM"

@@ -9,6 +9,7 @@ import ctypes
 import os
 import re
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -20,9 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from tempfile import mkdtemp
 
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries, run_main
 from megatron.context_parallel.commands import pretrain
+from megatron.context_parallel.trainer.faults import crash_log
 from tools.netlab import free_port
 from tools.netlab.lab import NAMESPACES, SHAPED, Lab
 
@@ -150,6 +153,7 @@ class _Start:
     outputs: dict[int, int] = field(default_factory=dict)  # descriptors to write to, by rank
     tell_to: int = -1
     go: int = -1
+    crashes: str = ""  # the folder of crash logs without --save
 
     def tell(self, event: str) -> None:
         os.write(self.tell_to, f"{event}\n".encode())
@@ -195,6 +199,7 @@ class _Start:
         self._keep_only(self.outputs[rank])
         sys.argv = ["pretrain_gpt.py", *self.argv]
         os.environ["FAULTS_GO"] = str(self.go)
+        crash_log.mkdtemp = lambda prefix: mkdtemp(prefix=prefix, dir=self.crashes)
         watch = Watch(rank, self.fault, self.tell)
         flags = dict(zip(self.argv, self.argv[1:], strict=False))
         install(watch, flags.get("--save"), self.timeout, self.apart)
@@ -225,7 +230,9 @@ class _Job:
         pipes = {rank: os.pipe() for rank in (LAUNCHER, *range(start.ranks))}
         self.events, tell = os.pipe()
         go, self.go = os.pipe()
-        start = replace(start, outputs={rank: write for rank, (_, write) in pipes.items()}, tell_to=tell, go=go)
+        outputs = {rank: write for rank, (_, write) in pipes.items()}
+        self.crashes = mkdtemp(prefix="crashes-")
+        start = replace(start, outputs=outputs, tell_to=tell, go=go, crashes=self.crashes)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pids: dict[int, int] = {}
@@ -281,6 +288,7 @@ class _Job:
             os.close(descriptor)
         self.selector.close()
         os.close(self.go)
+        shutil.rmtree(self.crashes)
         self.outcome.lines.sort(key=lambda line: line.time)
 
     def _reap(self) -> None:
@@ -369,6 +377,8 @@ def _enter(namespace: str) -> None:
 
 def _leave(action: Callable[[], None]) -> None:
     """Run `action` in this forked process and exit as a Python program does."""
+    if pathlib := sys.modules.get("_pytest.pathlib"):
+        atexit.unregister(pathlib.cleanup_numbered_dir)  # it removes what earlier runs of pytest left, for minutes
     status: object = 0
     try:
         action()

@@ -1,8 +1,11 @@
 """The harness itself: faults happen at the given moment and rank, and the outcome is recorded."""
 
+import atexit
 import os
 import signal
 import time
+
+import _pytest.pathlib
 
 from . import actions, campaign
 from .bench import Bench, losses
@@ -58,6 +61,17 @@ def _leave_a_child_behind(argv: list[str]) -> int:
 def test_a_job_that_hangs_is_ended():
     outcome = run_job([], 2, main=lambda argv: time.sleep(1000), limit=1)
     assert outcome.late == {0, 1}
+
+
+def test_a_job_does_not_tidy_up_behind_pytest(monkeypatch, tmp_path):
+    """That took a launcher longer than it may outlive its ranks."""
+    monkeypatch.setattr(_pytest.pathlib, "cleanup_numbered_dir", (tmp_path / "tidied").touch)
+    atexit.register(_pytest.pathlib.cleanup_numbered_dir)
+    try:
+        assert run_job([], 1, main=lambda argv: None).statuses == {0: 0}
+    finally:
+        atexit.unregister(_pytest.pathlib.cleanup_numbered_dir)
+    assert not (tmp_path / "tidied").exists()
 
 
 def test_a_campaign_goes_on_where_it_was_ended(bench: Bench, monkeypatch, tmp_path, capfd):

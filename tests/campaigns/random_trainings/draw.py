@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import torch
-
 from tests.support import chat_case
 from tests.support.data_case import corpus, preprocess
+from tests.support.device import HEAD_DIM, NO_POWER_OF_2
 
 from .schedule import Schedule, draw_schedule
 
 SEQUENCE = 48  # tokens: 2, 3 and 4 ranks can share them
-HEAD_DIMS = (64, 64, 80) if torch.cuda.is_available() else (8, 8, 12)  # kernels of a GPU have no smaller ones
 SIZES = (  # tensor, pipeline, context, data
     *((1, 1, 2, 1), (1, 1, 4, 1), (1, 1, 4, 1), (1, 1, 3, 1), (1, 1, 2, 2), (2, 1, 2, 1), (1, 2, 2, 1)),
     *((1, 1, 1, 2), (1, 1, 1, 4), (2, 2, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (1, 4, 1, 1), (4, 1, 1, 1), (1, 1, 1, 1)),
@@ -153,7 +151,9 @@ def _strategy(random: Random, context: int, layers: int) -> str:
 def _model(random: Random, experts: bool, layers: int, plain: bool) -> str:
     heads = random.choice((4, 4, 8))
     flags = [f"--num-layers {layers} --hidden-size 32 --num-attention-heads {heads} --transformer-impl local"]
-    flags += [f"--ffn-hidden-size 48 --kv-channels {random.choice(HEAD_DIMS)} --init-method-std 0.1"]
+    flags += [
+        f"--ffn-hidden-size 48 --kv-channels {random.choice((HEAD_DIM, HEAD_DIM, NO_POWER_OF_2))} --init-method-std 0.1"
+    ]
     flags += [f"--group-query-attention --num-query-groups {random.choice((2, 4))}"]
     flags += [random.choice(("--normalization RMSNorm", "--normalization LayerNorm"))]
     flags += [random.choice(("--swiglu", "--fast-geglu", "", _quick(random)))]

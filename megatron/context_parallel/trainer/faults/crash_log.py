@@ -4,10 +4,10 @@ import faulthandler
 import os
 import signal
 import socket
-import tempfile
 import time
 import traceback
 from pathlib import Path
+from tempfile import mkdtemp
 
 from megatron.context_parallel.runtime.comm.flight_recorder import recorder
 from megatron.context_parallel.trainer.config.flags import Arguments
@@ -36,7 +36,7 @@ def crash_log(args: Arguments, error: BaseException | str, rank: int | None = No
             return _write(Path(args.save) / "crash", args.rank, error, rank)
         except OSError:
             pass
-    return _write(Path(tempfile.mkdtemp(prefix="crash-")), args.rank, error, rank)
+    return _write(Path(mkdtemp(prefix="crash-")), args.rank, error, rank)
 
 
 def _write(directory: Path, me: int, error: BaseException | str, rank: int | None) -> Path:
