@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from megatron.context_parallel.commands import plan_search as plan_search_module
 from megatron.context_parallel.commands.plan import main as plan_tool
 from megatron.context_parallel.commands.plan_search import OFF, flags, kind_of, model_name
 from megatron.context_parallel.commands.plan_search import main as plan_search
-from megatron.context_parallel.strategies import parse_spec
+from megatron.context_parallel.plan.ir import Attend, Step
+from megatron.context_parallel.strategies import Pass, parse_spec, register
 from megatron.context_parallel.tokens.mask import Mask
 from megatron.context_parallel.trainer.arguments.auto import choose_strategy
 from megatron.context_parallel.trainer.arguments.complete import parse_args
@@ -89,6 +91,31 @@ def test_what_cannot_run_is_rejected_with_a_reason():
 def choose_plans(spec: str, n: int, workload: Workload = WORKLOAD) -> list:
     how = {"heads": workload.heads, "kv_heads": workload.kv_heads}
     return [parse_spec(spec).plan(n, backward=backward, **how) for backward in (False, True)]
+
+
+def test_wrong_strategies_of_users_are_rejected():
+    with mock.patch.dict(STRATEGIES, {"ring": STRATEGIES["ring"]}, clear=True):
+
+        @register("idle", layouts=("zigzag",))
+        def idle(at: Pass):
+            yield Step((), (Attend((at.rank,), (at.rank,)),))
+
+        @register("early", layouts=("zigzag",))
+        def early(at: Pass):
+            yield from STRATEGIES["ring"].write(at) if at.rank < 1 / (4 - at.n) else ()
+
+        @register("late", layouts=("zigzag",))
+        def late(at: Pass):
+            yield from STRATEGIES["ring"].write(at)
+            yield 1 / (4 - at.n)
+
+        found = search(WORKLOAD, GroupDevices(BOX.part(4)), {"head_parallel_size": 1})
+    assert {spec.split(":")[0] for spec in found.ranked} == {"ring"}
+    assert {one.spec: one.reason for one in found.rejected} == {
+        "idle": "--cp-strategy idle: rank 0, step 1: O chunk 0 ends without the block of chunk 1",
+        "early": "--cp-strategy early: ZeroDivisionError: division by zero",
+        "late": "--cp-strategy late: ZeroDivisionError: division by zero",
+    }
 
 
 def test_options_that_are_given_bind():
@@ -559,6 +586,7 @@ def test_plan_search_places_documents(capsys):
             "--expert-model-parallel-size 2: does not divide the missing ",
         ),
         (["--timeline", "t.json"], "--timeline t.json: needs --explain 1; add that"),
+        (["--explain", "own.py:mine"], "--explain own.py:mine: of strategies of your own only installed ones are "),
         (["--documents", "7x8", "--micro-batch-size", "2"], "--micro-batch-size 2: a micro batch of --documents is "),
     ],
 )

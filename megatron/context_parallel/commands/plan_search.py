@@ -382,6 +382,8 @@ def asked(found: "StepSearch", shown: "list[FeasibleRun]", which: str) -> "Feasi
     if runs:
         return runs[0]
     why = next((reason for spec, reason in found.rejected if spec == which), "no such prediction")
+    if ":" in which and which.split(":")[0] not in STRATEGIES:  # of a file or module
+        why = "of strategies of your own only installed ones are searched; cp-plan predicts the attention of others"
     raise UsageError(f"--explain {which}: {why}; give a number of the table, such as 1")
 
 

@@ -6,6 +6,7 @@ with torchrun: their parent, in a session of its own.
 
 import atexit
 import ctypes
+import multiprocessing
 import os
 import re
 import selectors
@@ -153,7 +154,7 @@ class _Start:
     outputs: dict[int, int] = field(default_factory=dict)  # descriptors to write to, by rank
     tell_to: int = -1
     go: int = -1
-    crashes: str = ""  # the folder of crash logs without --save
+    temporary: str = ""  # the folder of what ranks leave behind: crash logs without --save, sockets
 
     def tell(self, event: str) -> None:
         os.write(self.tell_to, f"{event}\n".encode())
@@ -199,7 +200,8 @@ class _Start:
         self._keep_only(self.outputs[rank])
         sys.argv = ["pretrain_gpt.py", *self.argv]
         os.environ["FAULTS_GO"] = str(self.go)
-        crash_log.mkdtemp = lambda prefix: mkdtemp(prefix=prefix, dir=self.crashes)
+        crash_log.mkdtemp = lambda prefix: mkdtemp(prefix=prefix, dir=self.temporary)
+        multiprocessing.current_process()._config["tempdir"] = self.temporary
         watch = Watch(rank, self.fault, self.tell)
         flags = dict(zip(self.argv, self.argv[1:], strict=False))
         install(watch, flags.get("--save"), self.timeout, self.apart)
@@ -231,8 +233,8 @@ class _Job:
         self.events, tell = os.pipe()
         go, self.go = os.pipe()
         outputs = {rank: write for rank, (_, write) in pipes.items()}
-        self.crashes = mkdtemp(prefix="crashes-")
-        start = replace(start, outputs=outputs, tell_to=tell, go=go, crashes=self.crashes)
+        self.temporary = mkdtemp(prefix="job-")
+        start = replace(start, outputs=outputs, tell_to=tell, go=go, temporary=self.temporary)
         sys.stdout.flush()
         sys.stderr.flush()
         self.pids: dict[int, int] = {}
@@ -288,7 +290,7 @@ class _Job:
             os.close(descriptor)
         self.selector.close()
         os.close(self.go)
-        shutil.rmtree(self.crashes)
+        shutil.rmtree(self.temporary)
         self.outcome.lines.sort(key=lambda line: line.time)
 
     def _reap(self) -> None:

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.context_parallel.attention.plans import ALL_RANKS_UP_TO
 from megatron.context_parallel.errors import UsageError
 from megatron.context_parallel.options import divisors
-from megatron.context_parallel.plan.ir import HEAD_FIRST, RANK_PLACEMENTS, Plan
+from megatron.context_parallel.plan.ir import HEAD_FIRST, RANK_PLACEMENTS, Plan, PlanError
+from megatron.context_parallel.plan.verify import verify
 from megatron.context_parallel.plan.volume import Shape
 from megatron.context_parallel.progress import tracked
 from megatron.context_parallel.strategies import STRATEGIES, Choice, Strategy, rounds_of_heads
+from megatron.context_parallel.tokens.chunk_pairs import Pairs
 from megatron.context_parallel.tokens.layout import Chunks
 from megatron.context_parallel.tokens.mask import Mask
 
@@ -97,17 +100,7 @@ def candidates(
     for size, choice in tracked([*_choices(n, q_transfer_blocks, fixed, planned)], "making plans"):
         try:
             Chunks.of(choice.layout, n, workload.length)
-            where = visible_pairs(choice.layout, n // size)
-            plans = tuple(
-                choice.plan(
-                    n,
-                    visible_pairs=where,
-                    backward=backward,
-                    heads=workload.heads,
-                    kv_heads=workload.kv_heads,
-                )
-                for backward in (False, True)
-            )
+            plans = _both_passes(choice, n, workload, visible_pairs(choice.layout, n // size))
         except UsageError as error:
             yield Rejected(choice.spec, str(error))
             continue
@@ -115,7 +108,36 @@ def candidates(
         same = own, choice.layout, size, choice.common.get("placement")
         if same not in known:
             known.add(same)
-            yield Candidate(choice, plans)
+            wrong = _wrong(choice, plans)
+            yield Rejected(choice.spec, wrong) if wrong else Candidate(choice, plans)
+
+
+def _both_passes(choice: Choice, n: int, workload: Workload, visible_pairs: Pairs) -> tuple[Plan, ...]:
+    sizes: dict[str, Any] = {"heads": workload.heads, "kv_heads": workload.kv_heads, "visible_pairs": visible_pairs}
+    try:
+        return tuple(choice.plan(n, backward=backward, **sizes) for backward in (False, True))
+    except Exception as error:
+        if choice.strategy.is_builtin or isinstance(error, UsageError):
+            raise
+        raise UsageError(_told(choice, error)) from error
+
+
+def _wrong(choice: Choice, plans: tuple[Plan, ...]) -> str | None:
+    """Why plans of a user's strategy are not exact attention, or None. Of large ones one rank is looked at."""
+    try:
+        for plan in () if choice.strategy.is_builtin else plans:
+            if plan.n <= ALL_RANKS_UP_TO:  # as in a run
+                verify(plan)
+            else:
+                plan.steps[0]
+    except Exception as error:
+        return _told(choice, error)
+    return None
+
+
+def _told(choice: Choice, error: Exception) -> str:
+    kind = "" if isinstance(error, UsageError | PlanError) else f"{type(error).__name__}: "
+    return f"--cp-strategy {choice.strategy.name}: {kind}{error}"
 
 
 def in_rounds(found: Candidate, workload: Workload) -> Iterator[Candidate]:
