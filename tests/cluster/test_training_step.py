@@ -351,12 +351,15 @@ def test_the_fullest_stage_has_most_micro_batches_or_the_logits():
     assert [outputs[stage]["pipeline outputs"] for stage in (0, 1)] == [5 * 1024 * 256 * 2, 2 * 1024 * 256 * 2]
 
 
-def _backward_peak(strategy: str, heads: int, kv_heads: int, dtype: str = "fp32") -> int:
+def _backward_peak(
+    strategy: str, heads: int, kv_heads: int, dtype: str = "fp32", tokens: int = 256, window: int | None = None
+) -> int:
     """Bytes of the allocator at the peak of a backward pass, above what the forward pass keeps."""
     cp = ContextParallel(strategy)
     how = {"requires_grad": True, "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]}
-    q, k, v = (torch.randn(256, 1, number, 64, **how) for number in (heads, kv_heads, kv_heads))
-    out = context_parallel_attention(q, k, v, cp=cp, causal=True)
+    q, k, v = (torch.randn(tokens, 1, number, 64, **how) for number in (heads, kv_heads, kv_heads))
+    seen = {"window": (window - 1, 0)} if window else {}
+    out = context_parallel_attention(q, k, v, cp=cp, causal=True, **seen)
     activities = [torch.profiler.ProfilerActivity.CPU]
     gradient = torch.ones_like(out)
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
@@ -374,6 +377,15 @@ def test_memory_of_rounds_of_tokens(ranks, token_rounds, kv_heads):
     model = replace(MODEL, num_attention_heads=8, num_query_groups=kv_heads, kv_channels=64)
     for measured in ranks(2, _backward_peak, strategy, 8, kv_heads):
         assert attention_buffers(model, run) == pytest.approx(measured, rel=0.06)
+
+
+@pytest.mark.parametrize(("window", "kv_heads"), [(32, 8), (200, 2)])
+def test_memory_under_a_window(ranks, window, kv_heads):
+    """On a CPU: the first rows of the block are a piece of their own, and the others are computed in tiles."""
+    run = TrainConfig(seq_length=1024, cp_strategy="ring", dtype="fp32", implementation="cpu")
+    model = replace(MODEL, num_attention_heads=8, num_query_groups=kv_heads, kv_channels=64, window_size=window)
+    (measured,) = ranks(1, _backward_peak, "ring", 8, kv_heads, "fp32", 1024, window)
+    assert attention_buffers(model, run) == pytest.approx(measured, rel=0.06)
 
 
 def test_a_group_with_gaps_is_simulated_in_part():

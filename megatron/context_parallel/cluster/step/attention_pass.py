@@ -10,6 +10,7 @@ from megatron.context_parallel.cluster.description import Cluster
 from megatron.context_parallel.cluster.simulate.block_time import MANY_RANKS
 from megatron.context_parallel.cluster.simulate.one_pass import PassForecast, simulate
 from megatron.context_parallel.cluster.simulate.seen_shares import KEPT_LAYOUTS, small_blocks
+from megatron.context_parallel.kernels.aten import TILE, AtenFlash
 from megatron.context_parallel.plan.ir import Plan, SwapHeads, T
 from megatron.context_parallel.plan.liveness import peak_bytes
 from megatron.context_parallel.plan.row_sets import MetRows, RowSets
@@ -32,6 +33,7 @@ from .train_config import ITEMSIZE, TrainConfig
 
 KEPT = 4096  # results that are kept: of a search over other options they are the same
 KEPT_PLANS = 128
+WHOLE_UP_TO = 2**16  # tokens of a sequence whose blocks are cut as they are
 
 
 def attention_shape(model: ModelShape, run: TrainConfig) -> Shape:
@@ -166,17 +168,25 @@ def _buffers(model: ModelShape, run: TrainConfig) -> int:
         ranks = range(plan.n) if plan.n <= ALL_RANKS_UP_TO else (0, plan.n // 2, plan.n - 1)
         cut = None
         if run.on_cpu:
-            cut = small_blocks(plan.layout, plan.n, attention_mask(model), run.seq_length)
-        most = max(most, pass_buffers(plan, shape, ranks, cut))
+            cut = _blocks_on_cpu(plan, attention_mask(model), run.seq_length)
+        most = max(most, pass_buffers(plan, shape, ranks, cut, TILE * plan.n / run.seq_length))
     return round(most)
 
 
-def pass_buffers(plan: Plan, shape: Shape, ranks: Iterable[int], cut: Blocks | None = None) -> float:
+def _blocks_on_cpu(plan: Plan, mask: Mask, length: int) -> Blocks:
+    """The blocks as ATen's kernel cuts them. Those of a short sequence are too short for the first rows of a window."""
+    if mask.plain or length > WHOLE_UP_TO:
+        return small_blocks(plan.layout, plan.n, mask, length)
+    chunks = Chunks.of(plan.layout, plan.n, length)
+    return Blocks(mask, chunks, chunks, AtenFlash())
+
+
+def pass_buffers(plan: Plan, shape: Shape, ranks: Iterable[int], cut: Blocks | None = None, tile: float = 1.0) -> float:
     """Bytes that a pass holds at most on any of these ranks of the steps, beyond its queries, keys and values.
 
-    `cut`: as in `BlockMemory`.
+    `cut` and `tile`: as the `blocks` and `tile` of `BlockMemory`.
     """
-    kernels = BlockMemory(plan, shape, cut)
+    kernels = BlockMemory(plan, shape, cut, tile)
     if plan.backward and plan.token_rounds > 1:
         return token_rounds_bytes(plan, shape, kernels)
     whole = replace(plan, head_rounds=1)

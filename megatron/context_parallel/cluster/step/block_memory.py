@@ -1,6 +1,6 @@
 """Memory of a backward pass beyond the chunks and partials of its plan: kernels at work, messages of a head swap."""
 
-from megatron.context_parallel.kernels.masks import CAUSAL, FULL, PieceMask
+from megatron.context_parallel.kernels.masks import CAUSAL, FULL, KeyRanges, PieceMask
 from megatron.context_parallel.plan.ir import AllGather, Attend, Key, Plan, T
 from megatron.context_parallel.plan.volume import Shape, chunk_bytes
 from megatron.context_parallel.runtime.blocks import Blocks
@@ -17,10 +17,11 @@ class BlockMemory:
         blocks: cut each block into the pieces that ATen's kernel for a CPU computes, in float32. They may be those of a
             short sequence. None: flash attention on a GPU, which computes a block at once, with DQ in float32 (read in
             its source).
+        tile: the share of a chunk's query rows that ATen's kernel computes at once under windows and documents.
     """
 
-    def __init__(self, plan: Plan, shape: Shape, blocks: Blocks | None) -> None:
-        self.plan, self.shape, self.blocks = plan, shape, blocks
+    def __init__(self, plan: Plan, shape: Shape, blocks: Blocks | None, tile: float = 1.0) -> None:
+        self.plan, self.shape, self.blocks, self.tile = plan, shape, blocks, tile
         self.part = shape.itemsize / 4
         # Bytes of a chunk in float32, for the heads of a round.
         self.queries = 4 * shape.rows * shape.heads * shape.head_dim // plan.head_rounds
@@ -61,7 +62,7 @@ class BlockMemory:
         for piece in self.blocks.pieces(chunk, attend.kv_chunks):
             q = len(range(*piece.q.indices(rows))) / rows
             kv = len(range(*piece.kv.indices(rows * count))) / rows
-            computing, results = self._unfused(q, kv, piece.mask)
+            computing, results = self._unfused(q, kv, piece.mask, rows)
             most = max(most, attend.share * computing - counted, attend.share * results)
             counted = 0
         return gathered + most
@@ -86,16 +87,30 @@ class BlockMemory:
         of_heads = 2 * self.part * self.queries * kv if self.grouped else 0.0
         return queries + self.part * queries + results + of_heads, results
 
-    def _unfused(self, q: float, kv: float, mask: PieceMask) -> tuple[float, float]:
-        """Bytes while a piece of so many query and key chunks is computed, and of its results."""
+    def _unfused(self, q: float, kv: float, mask: PieceMask, rows: int = 1) -> tuple[float, float]:
+        """Bytes while a piece of so many query and key chunks is computed, and of its results.
+
+        `rows` are those of a chunk, for ranges of keys.
+        """
         queries, keys = q * self.queries, kv * self.keys
         gradients = queries + 2 * self.queries * kv  # of a key for each query head
         computing = queries + gradients + (CAUSAL_PARTS if mask == CAUSAL else 1) * queries
+        if isinstance(mask, KeyRanges):  # the gradients of a tile are added to those
+            computing = queries + gradients + self._of_tiles(mask, rows)
         if self.shape.itemsize < 4:
             computing += 2 * queries + 2 * keys  # float32 copies of the inputs
         if not self.grouped:
             return computing, gradients
         return max(computing, queries + gradients + 2 * keys), queries + 2 * keys  # sums over the query heads
+
+    def _of_tiles(self, mask: KeyRanges, rows: int) -> float:
+        """The most bytes of the gradients of a tile, with copies of its output gradient, queries, keys and values."""
+        step = max(1, round(self.tile * rows))
+        most = 0.0
+        for first, end in zip(mask.first[0].split(step), mask.end[0].split(step), strict=True):
+            keys = int(end[-1] - first[0])
+            most = max(most, (3 * len(first) + 4 * keys) / rows * self.queries)
+        return most
 
 
 def partial_gradients_bytes(plan: Plan, shape: Shape) -> int:
