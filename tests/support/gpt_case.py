@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer import TransformerConfig
 
-from tests.support.device import head_dim
+from tests.support.device import HEAD_DIM
 
 LENGTH, BATCH, VOCABULARY = 24, 2, 32
 
@@ -20,7 +20,7 @@ def config(**changes) -> TransformerConfig:
         "ffn_hidden_size": 48,
         "num_attention_heads": 4,
         "num_query_groups": 2,
-        "kv_channels": head_dim(8),
+        "kv_channels": HEAD_DIM,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "normalization": "RMSNorm",
