@@ -52,11 +52,17 @@ class Compiled(NamedTuple):
     serialized: bool  # each wgmma waits for the one before: ptxas does this, silently, where it lacks registers
     overwritten: int  # registers written while a wgmma reads them, which ptxas older than 13.3 may do
     writes_early: bool  # to memory, before its warps have met
+    unfenced: int  # products that may read shared memory before all threads have copied to it
 
     @property
     def races(self) -> bool:
         """Whether a warp may write a number that another one has not read yet."""
         return self.writes_early and self.kernel in IN_PLACE
+
+    @property
+    def faulty(self) -> bool:
+        """Whether its products are slow or may be wrong."""
+        return self.serialized or self.races or self.overwritten + self.unfenced > 0
 
 
 class Driver:
@@ -165,8 +171,19 @@ def _inspect(compiled) -> Compiled:
     copies = len(re.findall(r"LDGSTS\.E ", found))
     products, waits = (len(re.findall(name, found)) for name in ("HGMMA", r"WARPGROUP\.DEPBAR"))
     serialized = 0 < products <= waits
-    faults = serialized, overwritten(found), writes_early
+    faults = serialized, overwritten(found), writes_early, unfenced(ptx)
     return Compiled(compiled.metadata.name, stack + local, compiled.metadata.shared, wgmma, copies, *faults)
+
+
+def unfenced(ptx: str) -> int:
+    """How many products of tensor cores follow a copy to shared memory without a fence."""
+    copied, count = False, 0
+    for name in re.findall(r"cp\.async\.wait_group|fence\.proxy\.async|wgmma\.mma_async|tcgen05\.mma\b", ptx):
+        if name in ("cp.async.wait_group", "fence.proxy.async"):
+            copied = name == "cp.async.wait_group"
+        else:
+            count += copied
+    return count
 
 
 def overwritten(sass: str) -> int:
@@ -193,7 +210,7 @@ def _judge(architecture: int, *case: object, found: list[Compiled]) -> int:
     bad = 0
     for c in found:
         fits = not c.spilled and c.shared <= SHARED[architecture]
-        good = fits and c.scalar_copies <= SCALAR_COPIES and not (c.serialized or c.overwritten or c.races)
+        good = fits and c.scalar_copies <= SCALAR_COPIES and not c.faulty
         bad += not good
         print("ok  " if good else "BAD ", architecture, *case, *c, flush=True)
     return bad
@@ -204,6 +221,9 @@ def blocks() -> int:
     bad = 0
     cases = [(d, d, softcap) for d in position.PARTS for softcap in (0.0, 30.0)] + [(192, 128, 0.0)]
     for architecture in TILES:
+        if why := position.refusal(torch.bfloat16, (64, 64), divmod(architecture, 10)):
+            print("left out", architecture, why, flush=True)
+            continue
         for head_dim, value_dim, softcap in cases:
             for dtype, mask in itertools.product((torch.float16, torch.bfloat16), ("full", "causal", "key_ranges")):
                 found = compile_block(architecture, head_dim, dtype, mask, value_dim, softcap)
@@ -249,7 +269,7 @@ def test_compiles_without_spills():
         assert not kernel.spilled, kernel
         assert kernel.shared <= SHARED[90], kernel
         assert kernel.scalar_copies <= SCALAR_COPIES, kernel
-        assert not (kernel.serialized or kernel.overwritten or kernel.races), kernel
+        assert not kernel.faulty, kernel
         if kernel.kernel not in WITHOUT_WGMMA:
             assert kernel.wgmma, kernel
 
@@ -259,6 +279,13 @@ def test_registers_of_a_running_product_are_watched():
     wait, write = "/*0020*/ WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n", "/*0030*/ @P0 F2FP.BF16.F32.PACK_AB R7, R9, R8 ;\n"
     assert overwritten(product + write) == 1
     assert overwritten(product + wait + write) == 0
+
+
+def test_products_after_a_copy_need_a_fence():
+    copy, fence, product = "cp.async.wait_group 0;\n", "fence.proxy.async.shared::cta;\n", "wgmma.mma_async.sync x;\n"
+    assert unfenced(copy + product + product) == 2
+    assert unfenced(copy + fence + product) == 0
+    assert unfenced(fence + copy + product) == 1
 
 
 if __name__ == "__main__":

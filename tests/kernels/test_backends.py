@@ -282,7 +282,7 @@ class Position:
 def gpu(monkeypatch):
     """A host with a GPU of some capability and some libraries: `gpu((9, 0), "flash3")`; PyTorch's are there."""
 
-    def pretend(capability, *installed, triton=True):
+    def pretend(capability, *installed, triton=True, of_triton="3.9.0"):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         for name, library in LIBRARIES.items():
             there = name in ("aten", "cudnn", *installed)
@@ -296,6 +296,8 @@ def gpu(monkeypatch):
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name: triton or None if name == "triton" else find(name)
         )
+        if find("triton"):
+            monkeypatch.setattr("triton.__version__", of_triton)
         choose._kernel.cache_clear()
 
     yield pretend
@@ -486,6 +488,20 @@ def test_what_is_advised_works(seed, gpu):
             changed, then = follow(then, changed), refusal(follow(then, changed), before_the_run)
         assert not then, (why, case)
     assert refused > 100
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_without_fences_is_not_used_where_the_kernel_cannot_set_them(gpu):
+    for version in ("3.6.0", "3.7.0"):
+        gpu((10, 0), of_triton=version)
+        advice = f"Triton {version} may compute wrong products on sm_100; install torch 2.12.1 or newer; give .*aten"
+        with pytest.raises(UsageError, match=advice):
+            check_backend("triton", BF16, 128, device="cuda")
+        assert kernel_for(CUDA, BF16, 128).name == "aten"
+        gpu((9, 0), of_triton=version)
+        check_backend("triton", BF16, 128, device="cuda")
+    gpu((10, 0), of_triton="3.7.1")
+    check_backend("triton", BF16, 128, device="cuda")
 
 
 def test_without_triton_only_plain_masks(gpu):

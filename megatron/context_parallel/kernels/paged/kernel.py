@@ -41,7 +41,7 @@ def refusal(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: i
     capability = torch.cuda.get_device_capability(device)
     if form == "fp8" and position.architecture(capability) < FP8:
         return "sm_{}{} does not convert fp8".format(*capability)
-    return position.refusal(dtype, (key_dim, value_dim), capability)
+    return position.triton_refusal(dtype, (key_dim, value_dim), capability)
 
 
 class PagedKernel:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .parts import (
+    FENCES_LACK,
     add_atomically,
     add_outer,
     inner,
@@ -47,7 +48,9 @@ def _grad_of_queries(
     if MASKED:
         p = tl.where((cols[None, :] >= first[:, None]) & (cols[None, :] < end[:, None]), p, 0.0)
     values = load_rows(v + start.to(tl.int64) * at_v[0], local, at_v[0], DV, EV)
-    ds = p * (inner(dout, values, EV, PRECISION) - tl.load(delta)[:, None])
+    if not FENCES_LACK:
+        delta = tl.load(delta)
+    ds = p * (inner(dout, values, EV, PRECISION) - delta[:, None])
     if SOFTCAP > 0:
         ds *= slope
     if MASKED:
@@ -80,6 +83,8 @@ def query_grad_kernel(
     stats = tl.program_id(1).to(tl.int64) * s + row
     lse2 = tl.load(lse2 + stats + local)
     delta += stats + local
+    if FENCES_LACK:  # with fences, Triton leaves a load in the loop
+        delta = tl.load(delta)
     k += head.to(tl.int64) * at_k[1]
     v += head.to(tl.int64) * at_v[1]
     f, e = seen_by(row + local, inside, first, end, t, MASK)

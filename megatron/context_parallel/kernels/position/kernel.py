@@ -15,6 +15,7 @@ from megatron.context_parallel.kernels.interface import BlockGrad, Scores
 from megatron.context_parallel.kernels.masks import CAUSAL, KeyRanges, Piece, PieceMask
 from megatron.context_parallel.kernels.to_device import to_device
 
+from . import fences
 from .tiles import FLOAT32, TILES, Tiles
 
 PARTS = {64: (64, 0), 80: (64, 16), 96: (64, 32), 128: (128, 0), 192: (128, 64), 256: (256, 0)}  # powers of two
@@ -184,7 +185,7 @@ def architecture(capability: tuple[int, int]) -> int:
     return 100 if major == 10 else 10 * major + minor
 
 
-def refusal(dtype: torch.dtype, head_dims: Sequence[int], capability: tuple[int, int] | None) -> str | None:
+def triton_refusal(dtype: torch.dtype, head_dims: Sequence[int], capability: tuple[int, int] | None) -> str | None:
     """Why Triton's kernels cannot compute with these, or None.
 
     Args:
@@ -198,6 +199,19 @@ def refusal(dtype: torch.dtype, head_dims: Sequence[int], capability: tuple[int,
         return "the position kernel does not run on sm_{}{}".format(*capability)
     if capability is not None and importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
+    return None
+
+
+def refusal(dtype: torch.dtype, head_dims: Sequence[int], capability: tuple[int, int] | None) -> str | None:
+    """Why the position kernel cannot compute with these, or None. Arguments as of `triton_refusal`."""
+    if why := triton_refusal(dtype, head_dims, capability):
+        return why
+    if capability is not None and architecture(capability) == 100:
+        import triton
+
+        if fences.lacking(triton.__version__):
+            name = "sm_{}{}".format(*capability)
+            return f"Triton {triton.__version__} may compute wrong products on {name}; install torch 2.12.1 or newer"
     return None
 
 

@@ -8,7 +8,10 @@ log2(e) folded into the scale. With `SOFTCAP` 0 nothing is capped, and no code f
 import triton
 import triton.language as tl
 
+from . import fences
+
 LOG2_E = tl.constexpr(1.4426950408889634)
+FENCES_LACK = tl.constexpr(fences.lacking(triton.__version__))
 
 
 @triton.jit
@@ -91,8 +94,18 @@ def scaled(parts, factor, E: tl.constexpr):
 
 
 @triton.jit
+def _fence():
+    """What threads copied to shared memory is there for the products that follow (see `fences.py`)."""
+    if FENCES_LACK and tl.target_info.cuda_capability_geq(9):
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def inner(a, b, E: tl.constexpr, PRECISION: tl.constexpr):
     """a bᵀ, of matrices of head_dim columns."""
+    _fence()
     x = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
     if E > 0:
         x = tl.dot(a[1], tl.trans(b[1]), x, input_precision=PRECISION)
@@ -130,6 +143,7 @@ def unit_of(scale, SOFTCAP: tl.constexpr):
 @triton.jit
 def add_outer(into, weights, x, E: tl.constexpr, PRECISION: tl.constexpr):
     """into + weights x, where x has head_dim columns."""
+    _fence()
     if E > 0:
         parts = (
             tl.dot(weights, x[0], into[0], input_precision=PRECISION),
