@@ -3,8 +3,8 @@
     python -m tests.campaigns.pretended_cuda [NAME ...]
 
 Every case runs on ranks of a process with a GPU (`tests/support/pretended_cuda.py`) and of one without. Losses,
-gradient norms, evaluations and tokens must be the same. From the second step on, the host may wait for the GPU as often
-as the case says. The exit status is 1 if a case fails.
+gradient norms, evaluations and tokens must be the same, and no streams may race. From the second step on, the host may
+wait for the GPU as often as the case says. The exit status is 1 if a case fails.
 """
 
 import os
@@ -35,7 +35,8 @@ from tests.support.ranks import Ranks
 
 ROOT = str(Path(__file__).parents[2])
 RANKS, STEPS, DECODED = 4, 3, 6
-WAITS_OF_STEP = 4  # tokens (megatron-core), losses with norms of each weight, mean loss, norm (megatron-core)
+# Tokens of each chunk (megatron-core), losses with norms of each weight, mean loss, norm (megatron-core).
+WAITS_OF_STEP = 4
 
 
 class Case(NamedTuple):
@@ -65,6 +66,13 @@ FSDP2 = {"use_torch_fsdp2": True, "use_distributed_optimizer": False}
 MEGATRON_FSDP = {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_n_logprobs": 3}
 RULES = Rules(min_tokens=5, logit_bias=[(3, 1.0)], presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.2)
+OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+INTERLEAVED = {
+    "pipeline_model_parallel_size": 2,
+    "virtual_pipeline_model_parallel_size": 2,
+    "num_layers": 4,
+    "global_batch_size": 8,
+}
 SAVED = {"save": "FOLDER", "save_interval": 2}
 CASES = {
     "llama": Case(1, SAVED | {"eval_iters": 1, "eval_interval": 2}),
@@ -83,6 +91,16 @@ CASES = {
     "fsdp2": Case(2, FSDP2),
     "fsdp2 on the host": Case(2, FSDP2 | {"optimizer_cpu_offload": True}, waits=WAITS_OF_STEP + 3),
     "megatron fsdp": Case(2, MEGATRON_FSDP),
+    "ring": Case(4, {"context_parallel_size": 4, "num_layers": 3}),
+    "rounds": Case(2, {"context_parallel_size": 2, "cp_strategy": "ulysses", "cp_options": {"head_rounds": 2}}),
+    "two dimensions": Case(4, {"context_parallel_size": 4, "cp_strategy": "attention2d", **FULL}),
+    "overlapped": Case(2, OVERLAPPED | {"num_layers": 4}),
+    "overlapped with context": Case(4, OVERLAPPED | {"context_parallel_size": 2, "cp_strategy": "mesh"}),
+    "interleaved stages": Case(2, INTERLEAVED, waits=WAITS_OF_STEP + 1),
+    "interleaved and overlapped": Case(4, INTERLEAVED | OVERLAPPED, waits=WAITS_OF_STEP + 1),
+    "interleaved and offloaded": Case(2, INTERLEAVED | FULL | {"offload_checkpoints": True}, waits=WAITS_OF_STEP + 1),
+    "instances": Case(4, OVERLAPPED | {"num_distributed_optimizer_instances": 2, "global_batch_size": 8}),
+    "saved meanwhile": Case(2, SAVED | {"async_save": True}),
     "greedy": Case(1, {}, 1, params={"temperature": 0.0}),
     "int8": Case(2, {"kv_cache_dtype": "int8", "frozen": True}, 2, params={"temperature": 0.0}),
     "sampled": Case(1, {"frozen": True}, 1, params=SAMPLED, rules=RULES),

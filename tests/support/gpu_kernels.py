@@ -169,3 +169,16 @@ KERNELS = {
     "merge_kernel": _merge,
     "output_kernel": _output,
 }
+
+# The arguments that a kernel writes.
+WRITTEN = {
+    "forward_kernel": ("out", "lse"),
+    "few_rows_kernel": ("out", "lse"),
+    "paged_kernel": ("out", "lse"),
+    "merge_parts_kernel": ("out", "lse"),
+    "query_grad_kernel": ("dq",),
+    "key_grad_kernel": ("dk", "dv", "dq"),
+    "by_head_kernel": ("lse2", "delta_out"),
+    "merge_kernel": ("out", "lse"),
+    "output_kernel": ("out",),
+}

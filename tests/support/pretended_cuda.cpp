@@ -1,6 +1,8 @@
 // A CUDA device for a PyTorch without CUDA: its memory is the host's, and operators compute on the CPU.
 // It refuses tensors of two devices, and warns of operators that the host waits for.
 
+#include "pretended_cuda.hpp"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -13,72 +15,139 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <set>
 
+namespace pretended {
+c10::Device GPU(c10::kCUDA, 0);
+bool captures = false;
+} // namespace pretended
+
 namespace {
 using at::IValue, at::Tensor;
 using namespace c10;
+using namespace pretended;
 
 constexpr int COUNT = 8;
-Device GPU(kCUDA, 0);  // of this process
 bool warns = false;
 
-bool captures = false;  // into a CUDA graph
+// ------------------------------------------------------------------------------- memory
 
-void wait() {
-  TORCH_CHECK(!captures, "operation not permitted when stream is capturing");
-  if (warns) TORCH_WARN("called a synchronizing CUDA operation");
+// gloo may still use memory that the program has freed.
+struct Borrowed {
+  int users = 0;
+  std::function<void()> end;
+};
+auto& borrowed_memory = *new std::map<const void*, Borrowed>;
+auto& of_borrowed = *new std::mutex;
+
+void end_memory(const void* p, std::function<void()> end) {
+  freed(p);
+  {
+    std::lock_guard guard(of_borrowed);
+    auto found = borrowed_memory.find(p);
+    if (found != borrowed_memory.end()) return void(found->second.end = end);
+  }
+  end();
 }
 
-// ------------------------------------------------------------------------------- memory
+void give_back(void* p) {
+  std::function<void()> end;
+  {
+    std::lock_guard guard(of_borrowed);
+    auto found = borrowed_memory.find(p);
+    if (--found->second.users) return;
+    end = found->second.end;
+    borrowed_memory.erase(found);
+  }
+  if (end) end();
+}
+
+void release_memory(void* p) {
+  end_memory(p, [p] { free(p); });
+}
 
 struct Memory : Allocator {
   DataPtr allocate(size_t n) override {
     void* p = malloc(n ? n : 1);
-    return {p, p, &free, GPU};
+    allocated(p, n);
+    return {p, p, &release_memory, GPU};
   }
-  DeleterFnPtr raw_deleter() const override { return &free; }
+  DeleterFnPtr raw_deleter() const override { return &release_memory; }
   void copy_data(void* to, const void* of, size_t n) const override { default_copy_data(to, of, n); }
 };
 Memory memory;
 
-std::map<const void*, size_t> pinned;  // pinned memory: addresses and bytes
-std::mutex of_pinned;
-
-void unpin(void* p) {
-  std::lock_guard lock(of_pinned);
-  pinned.erase(p);
+void release_pinned(void* p) {
+  unpin(p, true);
   free(p);
 }
 
 struct PinnedMemory : Memory {
   DataPtr allocate(size_t n) override {
     void* p = malloc(n ? n : 1);
-    std::lock_guard lock(of_pinned);
-    pinned[p] = n;
-    return {p, p, &unpin, Device(kCPU)};
+    pin(p, n);
+    return {p, p, &release_pinned, Device(kCPU)};
   }
-  DeleterFnPtr raw_deleter() const override { return &unpin; }
+  DeleterFnPtr raw_deleter() const override { return &release_pinned; }
 };
 PinnedMemory pinned_memory;
 
 // ------------------------------------------------------------------------------- what C++ asks
 
+struct Recorded {  // what an event has
+  Clock done;
+  std::chrono::steady_clock::time_point at;
+};
+
+const Clock& done(void* event) { return static_cast<Recorded*>(event)->done; }
+Stream numbered(int64_t stream) { return Stream(Stream::UNSAFE, GPU, stream); }
+
 struct Guard : impl::NoOpDeviceGuardImpl<kCUDA> {
   Device exchangeDevice(Device) const override { return GPU; }
   Device getDevice() const override { return GPU; }
-  Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, GPU); }
-  Stream getNewStream(Device, int) const override { return Stream(Stream::DEFAULT, GPU); }
-  Stream exchangeStream(Stream) const noexcept override { return Stream(Stream::DEFAULT, GPU); }
-  void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
   DeviceIndex deviceCount() const noexcept override { return COUNT; }
+  Stream getStream(Device) const noexcept override { return numbered(current_stream()); }
+  Stream getDefaultStream(Device) const override { return numbered(0); }
+  Stream getNewStream(Device, int) const override { return numbered(new_stream()); }
+  Stream getStreamFromGlobalPool(Device, bool) const override { return numbered(new_stream()); }
+  Stream exchangeStream(Stream x) const noexcept override { return numbered(exchange_stream(x.id())); }
+  bool isStreamCapturing(const Stream&) const override { return captures; }
+  bool queryStream(const Stream& x) const override {
+    synchronizeStream(x);
+    return true;
+  }
+  void synchronizeStream(const Stream& x) const override { host_follows(now(x.id())); }
+  void synchronizeDevice(const DeviceIndex) const override { host_follows(everything()); }
+  void record(void** event, const Stream& x, const DeviceIndex, const EventFlag) const override {
+    if (!*event) *event = new Recorded;
+    *static_cast<Recorded*>(*event) = {now(x.id()), std::chrono::steady_clock::now()};
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
+  void block(void* event, const Stream& x) const override {
+    if (event) follows(x.id(), done(event));
+  }
+  bool queryEvent(void* event) const override {
+    synchronizeEvent(event);
+    return true;
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event) host_follows(done(event));
+  }
+  double elapsedTime(void* begin, void* end, const DeviceIndex) const override {
+    std::chrono::duration<double, std::milli> took =
+        static_cast<Recorded*>(end)->at - static_cast<Recorded*>(begin)->at;
+    return took.count();
+  }
+  void recordDataPtrOnStream(const DataPtr& data, const Stream& x) const override {
+    pretended::record_stream(data.get(), x.id());
+  }
 };
 impl::DeviceGuardImplRegistrar guard(kCUDA, new Guard());
 
@@ -96,24 +165,22 @@ struct CUDAHooks : at::CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return GPU.index(); }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return GPU.index(); }
   void setCurrentDevice(DeviceIndex) const override {}
-  void deviceSynchronize(DeviceIndex) const override {}
+  void deviceSynchronize(DeviceIndex) const override { host_follows(everything()); }
   Device getDeviceFromPtr(void*) const override { return GPU; }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
   Allocator* getCUDADeviceAllocator() const override { return &memory; }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  bool isPinnedPtr(const void* p) const override {
-    std::lock_guard lock(of_pinned);
-    auto after = pinned.upper_bound(p);
-    if (after == pinned.begin()) return false;
-    auto [first, bytes] = *std::prev(after);
-    return p < static_cast<const char*>(first) + bytes;
-  }
+  bool isPinnedPtr(const void* p) const override { return is_pinned(p); }
 };
 
 // ------------------------------------------------------------------------------- the same memory on the other device
 
 void release(void* storage) { delete static_cast<Storage*>(storage); }
+
+void release_of_gpu(void* storage) {
+  end_memory(static_cast<Storage*>(storage)->data(), [storage] { release(storage); });
+}
 
 Tensor place(const Tensor& x, Storage storage, DispatchKey key) {
   auto to = at::detail::make_tensor<TensorImpl>(std::move(storage), DispatchKeySet(key), x.dtype());
@@ -123,14 +190,39 @@ Tensor place(const Tensor& x, Storage storage, DispatchKey key) {
 
 Tensor seen_from(const Tensor& x, Device device) {
   auto* kept = new Storage(x.storage());
-  DataPtr data(kept->mutable_data(), kept, &release, device);
+  if (device.is_cuda()) allocated(kept->data(), kept->nbytes());
+  DataPtr data(kept->mutable_data(), kept, device.is_cuda() ? &release_of_gpu : &release, device);
   Allocator* allocator = device.is_cuda() ? &memory : GetAllocator(kCPU);
   Storage storage(Storage::use_byte_size_t(), kept->nbytes(), std::move(data), allocator, true);
   return place(x, std::move(storage), device.is_cuda() ? DispatchKey::CUDA : DispatchKey::CPU);
 }
 
-Tensor host(const Tensor& x) { return seen_from(x, Device(kCPU)); }
 Tensor device(const Tensor& x) { return seen_from(x, GPU); }
+} // namespace
+
+namespace pretended {
+Tensor host(const Tensor& x) { return seen_from(x, Device(kCPU)); }
+
+Tensor borrowed(const Tensor& x) {
+  void* p = x.storage().mutable_data();
+  if (!p) return host(x);
+  {
+    std::lock_guard guard(of_borrowed);
+    ++borrowed_memory[p].users;
+  }
+  DataPtr data(p, p, &give_back, Device(kCPU));
+  Storage storage(Storage::use_byte_size_t(), x.storage().nbytes(), std::move(data), GetAllocator(kCPU), false);
+  return place(x, std::move(storage), DispatchKey::CPU);
+}
+
+void wait() {
+  TORCH_CHECK(!captures, "operation not permitted when stream is capturing");
+  if (warns) TORCH_WARN("called a synchronizing CUDA operation");
+  host_follows(now(current_stream()));
+}
+} // namespace pretended
+
+namespace {
 
 // ------------------------------------------------------------------------------- operators
 
@@ -196,20 +288,35 @@ struct Call {
   }
 };
 
+void each_tensor(const IValue& x, std::vector<Tensor>& found) {
+  if (x.isTensor() && x.toTensor().defined()) found.push_back(x.toTensor());
+  if (x.isList())
+    for (const IValue& item : x.toListRef()) each_tensor(item, found);
+}
+
+bool writes(const Argument& x) { return x.alias_info() && x.alias_info()->isWrite(); }
+
+// A view has no operation: no values are read.
+bool is_view(const FunctionSchema& schema) {
+  for (auto& x : schema.returns())
+    if (x.alias_info() && !writes(x)) return true;
+  return false;
+}
+
 void compute(const OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& name = op.schema().name();
   auto count = op.schema().arguments().size();
   Call call;
+  std::vector<Tensor> read, written;
   auto first = stack->end() - count;
+  for (size_t i = 0; i < count; ++i) each_tensor(first[i], writes(op.schema().arguments()[i]) ? written : read);
   for (auto x = first; x != stack->end(); ++x) *x = call.down(*x);
   bool on_gpu = !call.ours.empty();
   if (!call.names_device) call.into_gpu = on_gpu;
-  bool collective = name.rfind("c10d::", 0) == 0;
-  if (on_gpu && call.host_tensors && !collective) {
+  if (on_gpu && call.host_tensors) {
     TORCH_CHECK(INDEX.count(name), "Expected all tensors to be on the same device, but found cuda:0 and cpu: ", name);
     wait();  // indices of the host
   }
-  if (on_gpu && WAITS.count(name)) wait();
   if (on_gpu && CUBLAS.count(name)) {
     bool refused = at::globalContext().deterministicAlgorithms();
     TORCH_CHECK(!refused, "Deterministic behavior was enabled, but this operation uses CuBLAS: ", name);
@@ -221,12 +328,20 @@ void compute(const OperatorHandle& op, torch::jit::Stack* stack) {
     auto& [x, its_host] = call.ours[i];
     if (its_host.sizes() != IntArrayRef(sizes[i])) at::native::set_tensor_(x, seen_from(its_host, GPU));  // an `out`
   }
-  for (auto x = stack->end() - op.schema().returns().size(); x != stack->end(); ++x) *x = call.up(*x);
+  for (auto x = stack->end() - op.schema().returns().size(); x != stack->end(); ++x) {
+    *x = call.up(*x);
+    each_tensor(*x, written);
+  }
+  if (!is_view(op.schema())) launch(name, current_stream(), read, written);
+  if (on_gpu && WAITS.count(name)) wait();
 }
 
 Tensor& copy(Tensor& to, const Tensor& of, bool non_blocking) {
   bool crosses = to.is_cuda() != of.is_cuda() && of.numel();
-  if (crosses && !(non_blocking && (to.is_cuda() ? of : to).is_pinned())) wait();
+  bool waits = crosses && !(non_blocking && (to.is_cuda() ? of : to).is_pinned());
+  launch("aten::copy_", current_stream(), {of}, {to});
+  if (waits) wait();
+  at::RecordFunctionGuard unseen(false);  // it is no operator of the host
   host(to).copy_(host(of));
   return to;
 }
@@ -253,7 +368,35 @@ Tensor& set_storage(Tensor& x, Storage source, int64_t offset, IntArrayRef size,
   return at::native::set_storage_cpu_(x, std::move(source), offset, size, stride);
 }
 
-void record_stream(Tensor&, Stream) {}
+void record(Tensor& x, Stream stream) { pretended::record_stream(x.storage().data(), stream.id()); }
+
+void pinned_or_not(int64_t address, int64_t bytes) {
+  auto first = reinterpret_cast<const void*>(address);
+  bytes ? pin(first, bytes) : unpin(first, false);
+}
+
+void launched(std::string name, at::TensorList reads, at::TensorList writes) {
+  launch(name, current_stream(), reads.vec(), writes.vec());
+}
+
+// Operators of the host that use pinned memory.
+std::unique_ptr<at::ObserverContext> seen(const at::RecordFunction& function) {
+  auto name = host_may_race() ? function.operator_name() : std::nullopt;
+  auto op = name ? Dispatcher::singleton().findOp(*name) : std::nullopt;
+  if (!op || is_view(op->schema())) return nullptr;
+  if (!op->hasKernelForDispatchKey(DispatchKey::CPU) && name->name != "aten::copy_") return nullptr;
+  auto inputs = function.inputs();
+  std::vector<Tensor> read, written;
+  for (size_t i = 0; i < inputs.size() && i < op->schema().arguments().size(); ++i)
+    each_tensor(inputs[i], writes(op->schema().arguments()[i]) ? written : read);
+  for (auto* tensors : {&read, &written})
+    for (auto& x : *tensors)
+      if (!x.device().is_cpu()) return nullptr;
+  for (auto& x : written) host_uses(name->name, x, true);
+  for (auto& x : read) host_uses(name->name, x, false);
+  return nullptr;
+}
+const auto watching = at::addGlobalCallback(at::RecordFunctionCallback(&seen).needsInputs(true));
 
 void resize_storage(const Tensor& x, int64_t bytes) {
   at::native::resize_bytes_cpu(x.storage().unsafeGetStorageImpl(), bytes);
@@ -276,15 +419,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, Storage)>(at::native::set_));
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
-  m.impl("record_stream", record_stream);
-}
-
-TORCH_LIBRARY_IMPL(c10d, CUDA, m) {
-  for (auto name : {"send", "recv_", "recv_any_source_", "reduce_", "broadcast_", "allreduce_", "allreduce_coalesced_",
-                    "allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
-                    "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "gather_",
-                    "scatter_", "alltoall_", "alltoall_base_", "barrier"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute>());
+  m.impl("record_stream", record);
 }
 
 TORCH_LIBRARY(pretended, m) {
@@ -292,10 +427,13 @@ TORCH_LIBRARY(pretended, m) {
   m.def("device(Tensor(a) x) -> Tensor(a)");
   m.def("resize_storage(Tensor x, int bytes) -> ()");
   m.def("warn(bool on) -> ()", [](bool on) { warns = on; });
-  m.def("pin(int address, int bytes) -> ()", [](int64_t address, int64_t bytes) {
-    std::lock_guard lock(of_pinned);
-    bytes ? void(pinned[reinterpret_cast<void*>(address)] = bytes) : void(pinned.erase(reinterpret_cast<void*>(address)));
-  });
+  m.def("pin(int address, int bytes) -> ()", pinned_or_not);
+  m.def("launch(str name, Tensor[] reads, Tensor[] writes) -> ()", launched);
+  m.def("host_reads(Tensor x) -> ()", [](const Tensor& x) { host_uses("host", x, false); });
+  m.def("races() -> str", races);
+  m.def("set_stream(int stream) -> int", exchange_stream);
+  m.def("current_stream() -> int", current_stream);
+  m.def("synchronize() -> ()", []() { host_follows(everything()); });
   m.def("capture(bool on) -> ()", [](bool on) { captures = on; });
   m.def("set_device(int index) -> ()", [](int64_t index) { GPU.set_index(index); });
 }

@@ -1,21 +1,27 @@
 """`torch.cuda`, NCCL and Triton of a process with a pretended GPU (`pretended_cuda.py`)."""
 
+import atexit
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from datetime import timedelta
+from functools import partial, wraps
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.multiprocessing import reductions
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tests.support.gpu_calls import Event, all_arguments, arguments_of_launch
+from tests.support.gpu_calls import all_arguments, arguments_of_launch
 
 CUDA_OPERATORS = torch.library.Library("aten", "IMPL", "CUDA")
 counted: Counter[str] = Counter()  # calls of attention libraries and launches of Triton's kernels, by name
@@ -27,47 +33,75 @@ RUNTIME = SimpleNamespace(
 )
 
 
+class Event(torch.Event):
+    """As `torch.cuda.Event`."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
+        return super().__new__(cls, device=_device(), enable_timing=enable_timing)
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        super().record(stream or _current_stream())
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        super().wait(stream or _current_stream())
+
+
 class Stream(torch.Stream):
-    """As `torch.cuda.Stream`: its work is done at once."""
+    """As `torch.cuda.Stream`."""
 
-    def __new__(cls, device: object = None, priority: int = 0) -> "Stream":
-        return super().__new__(cls, device=torch.device("cuda", torch.cuda.current_device()))
+    def __new__(cls, device: object = None, priority: int = 0, **number: int) -> "Stream":
+        return super().__new__(cls, **number) if number else super().__new__(cls, device=_device())
 
-    def wait_stream(self, other: object) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def synchronize(self) -> None: ...
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
-        event.record()
+        event.record(self)
         return event
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _numbered(stream: int) -> Stream:
+    return Stream(stream_id=stream, device_index=torch.cuda.current_device(), device_type=1)
+
+
+def _current_stream(device: object = None) -> Stream:
+    return _numbered(pretended.current_stream())
+
+
+def _set_stream(stream: torch.Stream | None) -> None:
+    if stream is not None:
+        pretended.set_stream(stream.stream_id)
+
+
+class _Within:
+    """As `torch.cuda.StreamContext`: it may be entered several times."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        self.before = pretended.current_stream()
+        _set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        pretended.set_stream(self.before)
 
 
 class _Current:
     def __init__(self) -> None:
         self.device = 0
-        self.streams: list[Stream] = []
 
     def set_device(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
         if index is not None and index >= 0:
             self.device = index
             pretended.set_device(index)
-
-    def stream(self, device: object = None) -> Stream:
-        if not self.streams:
-            self.streams.append(Stream())
-        return self.streams[-1]
-
-    @contextmanager
-    def within(self, stream: Stream | None):
-        self.streams.append(stream or self.stream())
-        try:
-            yield
-        finally:
-            self.streams.pop()
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -95,7 +129,7 @@ def _compile(function: Callable | None = None, *, backend: Any = "inductor", **h
     return compile(function, backend=backend, **how) if backend in ("eager", "aot_eager") else function
 
 
-def install(capability: tuple[int, int]) -> None:
+def install(capability: tuple[int, int], library: Path) -> None:
     """Gives PyTorch the functions that ask a GPU."""
     from tests.support.recorded_graph import RecordedGraph, recording
 
@@ -103,7 +137,7 @@ def install(capability: tuple[int, int]) -> None:
     def capture(graph: RecordedGraph, **how: Any) -> Iterator[None]:
         pretended.capture(True)
         try:
-            with recording(graph, **how):
+            with _Within(how["stream"]), recording(graph, **how):
                 yield
         finally:
             pretended.capture(False)
@@ -114,6 +148,7 @@ def install(capability: tuple[int, int]) -> None:
         "CUDAGraph": RecordedGraph,
         "Event": Event,
         "Stream": Stream,
+        "StreamContext": _Within,
         "_exchange_device": lambda device: current.device,
         "_maybe_exchange_device": lambda device: current.device,
         "_is_compiled": lambda: True,
@@ -122,9 +157,9 @@ def install(capability: tuple[int, int]) -> None:
         "check_error": lambda code: None,
         "cudart": lambda: RUNTIME,
         "current_device": lambda: current.device,
-        "current_stream": current.stream,
+        "current_stream": _current_stream,
         "default_generators": (generator,) * 8,
-        "default_stream": current.stream,
+        "default_stream": lambda device=None: _numbered(0),
         "device_count": lambda: 8,
         "empty_cache": lambda: None,
         "get_device_capability": lambda device=None: capability,
@@ -148,10 +183,10 @@ def install(capability: tuple[int, int]) -> None:
         "seed_all": generator.seed,
         "set_device": current.set_device,
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-        "set_stream": lambda stream: None,
+        "set_stream": _set_stream,
         "set_sync_debug_mode": lambda mode: pretended.warn(mode == "warn"),
-        "stream": current.within,
-        "synchronize": lambda device=None: None,
+        "stream": _Within,
+        "synchronize": lambda device=None: pretended.synchronize(),
     }
     for name, value in cuda.items():
         setattr(torch.cuda, name, value)
@@ -159,9 +194,11 @@ def install(capability: tuple[int, int]) -> None:
     torch._C._cuda_getDevice = lambda: current.device
     torch._C._cuda_getCurrentRawStream = lambda index: 0  # Dynamo imports it
     torch.UntypedStorage.resize_, torch.UntypedStorage.to = _resize, _move
+    torch.cuda.nccl.version = lambda: (2, 28, 9)
     torch.backends.cudnn.version = lambda: 91900
     torch.backends.cuda.is_flash_attention_available = lambda: True
-    _use_gloo_as_nccl()
+    _use_gloo_as_nccl(library)
+    _see_the_host()
     _compute_by_definition()
     ForkingPickler.register(Tensor, lambda x: reductions.reduce_tensor(x.detach().cpu() if x.is_cuda else x))
 
@@ -186,20 +223,28 @@ def _on_host(name: str, by_definition: Callable) -> Callable:
 
     def call(*args: Any, **how: Any) -> Any:
         counted[name] += 1
-        found = by_definition(*tree_map_only(Tensor, _host, all_arguments(op, args, how)))
-        return tree_map_only(Tensor, pretended.device, found)
+        given = all_arguments(op, args, how)
+        return _launched(name, given, by_definition(*tree_map_only(Tensor, _host, given)))
 
     return call
 
 
+def _launched(name: str, given: tuple, found: Any) -> Any:
+    """Results of an operation on the current stream, on the device."""
+    found = tree_map_only(Tensor, pretended.device, found)
+    reads, results = ([x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.is_cuda] for tree in (given, found))
+    pretended.launch(name, reads, results)
+    return found
+
+
 def _softmax(op: Callable, x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     """A GPU makes float32 of 16 bits in it. A CPU does not."""
-    x = _host(x)
-    return pretended.device(op(x.float() if half_to_float else x, dim, False))
+    on_host = _host(x)
+    return _launched(op.__name__, (x,), op(on_host.float() if half_to_float else on_host, dim, False))
 
 
 def _softmax_backward(op: Callable, grad: Tensor, out: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    return pretended.device(op(_host(grad), _host(out), dim, out.dtype).to(dtype))
+    return _launched(op.__name__, (grad, out), op(_host(grad), _host(out), dim, out.dtype).to(dtype))
 
 
 def _host(x: Tensor) -> Tensor:
@@ -208,31 +253,60 @@ def _host(x: Tensor) -> Tensor:
 
 def _launch(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **how: Any) -> None:
     """In place of a launch of a Triton kernel."""
-    from tests.support.gpu_kernels import KERNELS
+    from tests.support.gpu_kernels import KERNELS, WRITTEN
     from tests.support.recorded_graph import launch
 
     given = arguments_of_launch(kernel, args, how, grid)
-    counted[kernel.__name__] += 1
-    launch(KERNELS[kernel.__name__])(**tree_map_only(Tensor, _host, given))
+    name = kernel.__name__
+    counted[name] += 1
+    tensors = {word: x for word, x in given.items() if isinstance(x, Tensor)}
+    words = [word for word in WRITTEN[name] if word != "dq" or given.get("WITH_DQ", True)]
+    written = [tensors.pop(word) for word in words if word in tensors]
+
+    def run(**given: Any) -> None:
+        pretended.launch(name, list(tensors.values()), written)
+        KERNELS[name](**given)
+
+    launch(run)(**tree_map_only(Tensor, _host, given))
 
 
-def _use_gloo_as_nccl() -> None:
-    """Groups are of gloo. All say that they are of NCCL, but those that a program wants to be of gloo."""
-    real_init, real_group, real_barrier = dist.init_process_group, dist.new_group, dist.barrier
-    of_host = WeakSet[dist.ProcessGroup]()
+def _use_gloo_as_nccl(library: Path) -> None:
+    """NCCL's process groups."""
+    loader = ExtensionFileLoader("pretended_nccl", str(library))
+    module = module_from_spec(spec_from_file_location("pretended_nccl", loader=loader))
+    loader.exec_module(module)
 
-    def init(backend: str | None = None, *args: Any, **how: Any) -> None:
-        how.pop("device_id", None)
-        real_init("gloo", *args, **how)
+    class ProcessGroupNCCL(module.Nccl):
+        Options = module.Options
 
-    def group(*args: Any, backend: str | None = None, **how: Any) -> Any:
-        made = real_group(*args, **{**how, "backend": "gloo", "pg_options": None})
-        if backend == "gloo" and isinstance(made, dist.ProcessGroup):
-            of_host.add(made)
-        return made
+        def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+            gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=options._timeout)
+            super().__init__(gloo, options, hasattr(dist, "ProcessGroupNCCL2"))
 
-    def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: object = None) -> Any:
-        return real_barrier(group, async_op)
+    if os.environ.get("PRETENDED_NCCL2") == "1":  # that of torch 2.15
+        dist.ProcessGroupNCCL2 = ProcessGroupNCCL
+    distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
+    distributed_c10d._NCCL_AVAILABLE = True
+    distributed_c10d.default_pg_nccl_timeout = timedelta(minutes=10)
 
-    dist.init_process_group, dist.new_group, dist.barrier = init, group, barrier
-    dist.get_backend_config = lambda group=None: "cpu:gloo" if group in of_host else "cuda:nccl"
+
+def _see_the_host() -> None:
+    """What Python reads without an operator; and races that only the end of the process can report."""
+    for name in ("tolist", "numpy", "__array__"):
+        setattr(Tensor, name, _after_reading(getattr(Tensor, name)))
+    atexit.register(_end)
+
+
+def _after_reading(method: Callable) -> Callable:
+    @wraps(method)
+    def read(x: Tensor, *args: Any, **how: Any) -> Any:
+        if x.layout is torch.strided and x.device.type == "cpu" and type(x) is Tensor:
+            pretended.host_reads(x)
+        return method(x, *args, **how)
+
+    return read
+
+
+def _end() -> None:
+    if pretended.races():
+        os._exit(1)

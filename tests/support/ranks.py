@@ -41,7 +41,11 @@ def _serve(rank: int, pipe, of_parent: list, directory: str) -> None:
         world, store, function, args = job
         os.environ["WORLD_SIZE"] = str(world)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+            "nccl" if torch.cuda.is_available() else "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world,
+            timeout=timedelta(seconds=60),
         )
         try:
             pipe.send((True, function(*args)))
@@ -55,6 +59,8 @@ def _serve(rank: int, pipe, of_parent: list, directory: str) -> None:
         dist.destroy_process_group()  # with every group made in it: their threads would pile up
         gc.collect()
         _empty_models()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # what a call that failed has left
         gc.freeze()  # the next collection looks at what is new alone
 
 

@@ -3,7 +3,8 @@
     python -m tests.campaigns.fuzz --seconds 60 --seed 1
     python -m tests.campaigns.fuzz --case '<what a failure printed>'
 
-Every third case runs on gloo ranks, the others with all ranks in this process. Exit status 1 if a case failed.
+Every third case runs on gloo ranks, the others with all ranks in this process. On a pretended GPU all run on ranks.
+Exit status 1 if a case failed.
 """
 
 import argparse
@@ -36,7 +37,7 @@ class Fuzz:
     def draw(self, seed: int, i: int) -> Case:
         """Case i of a seed."""
         random = Random(f"{seed} {i}")
-        if self.ranks and i % 3 == 2:
+        if self.ranks and (i % 3 == 2 or torch.cuda.is_available()):
             return draw(random, ON_RANKS, self.ranks)
         return draw(random, MUTATION if i % 6 == 4 else IN_PROCESS, IN_PROCESS_RANKS)
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatron.context_parallel import AllRanks, ContextParallel, UsageError, context_parallel_attention
 from megatron.context_parallel.attention.plans import Plans
-from megatron.context_parallel.kernels.masks import KeyRanges, Piece
+from megatron.context_parallel.kernels.interface import Scores
+from megatron.context_parallel.kernels.masks import KeyRanges, Piece, PieceMask
 from megatron.context_parallel.kernels.reference import Reference
 from megatron.context_parallel.plan.ir import Plan, PlanError
 from megatron.context_parallel.plan.verify import verify
@@ -102,6 +103,14 @@ class _WholeBlocks(Reference):
         return [Piece(slice(0, block.first.shape[1]), slice(0, keys), block)]
 
 
+class _OnDevice(Reference):
+    """Its masks are on the device of the queries."""
+
+    def _scores(self, q: Tensor, k: Tensor, mask: PieceMask, how: Scores) -> tuple[Tensor, Tensor | float]:
+        on_device = KeyRanges(*(x.to(q.device) for x in mask)) if isinstance(mask, KeyRanges) else mask
+        return super()._scores(q, k, on_device, how)
+
+
 Own = Callable[[Tensor, Call, Documents | None], Tensor]
 
 
@@ -134,8 +143,13 @@ def perform(case: Case, cp: AllRanks | ContextParallel, own: Own) -> Results:
     return results
 
 
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"  # a pretended one, of processes of their own
+
+
 def _autocast(call: Call) -> torch.autocast:
-    return torch.autocast("cpu", getattr(torch, call.dtype) if call.autocast else torch.bfloat16, enabled=call.autocast)
+    dtype = getattr(torch, call.dtype) if call.autocast else torch.bfloat16
+    return torch.autocast(_device(), dtype, enabled=call.autocast)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -154,9 +168,9 @@ def _prepared(call: Call, documents: dict[str, Documents], own: Own) -> tuple[li
     """A rank's leaves, its output gradient, copies of both, and the other arguments of a call."""
     *tensors, sinks = inputs(call)
     how = _how(call, documents, sinks)
-    if call.garbage:
+    if call.garbage and _device() == "cpu":  # the exact kernel would compute with it
         _put_garbage(call, tensors[:3])
-    *parts, dout = [own(x, call, how.get("documents")) for x in tensors]
+    *parts, dout = [own(x, call, how.get("documents")).to(_device()) for x in tensors]
     if call.autocast:
         parts = [x.float() for x in parts]
     if call.expanded:
@@ -165,7 +179,7 @@ def _prepared(call: Call, documents: dict[str, Documents], own: Own) -> tuple[li
     *leaves, dout = [_as_given(x, call) for x in (*parts, dout)]
     for name, x in zip("qkv", leaves, strict=True):
         x.requires_grad_(name not in call.frozen)
-    leaves += [] if sinks is None else [sinks.requires_grad_()]
+    leaves += [] if sinks is None else [how["sinks"].requires_grad_()]
     return leaves, dout, [x.detach().clone() for x in (*leaves, dout)], how
 
 
@@ -187,7 +201,9 @@ def _as_given(x: Tensor, call: Call) -> Tensor:
 
 def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> dict:
     how = {"causal": call.causal, "window": call.window, "scale": call.scale, "tensor_layout": call.tensor_layout}
-    if call.kernel != "default":
+    if _device() == "cuda":  # kernels for GPUs refuse some calls
+        how["kernel"] = _OnDevice()
+    elif call.kernel != "default":
         how["kernel"] = Reference() if call.kernel == "reference" else _WholeBlocks()
     if call.documents is not None:
         key = call.documents_as + str((call.documents, call.placement))  # one object for the layers of a batch
@@ -198,7 +214,7 @@ def _how(call: Call, documents: dict[str, Documents], sinks: Tensor | None) -> d
     if call.softcap:
         how["softcap"] = call.softcap
     if sinks is not None:
-        how["sinks"] = sinks
+        how["sinks"] = sinks.to(_device())
     return how
 
 
@@ -302,8 +318,11 @@ class Pool:
     def start(self) -> None:
         if self.pipes:
             return
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # imported once, not by each process
+        if _device() == "cuda":
+            context = multiprocessing.get_context("fork")  # they have what this process pretends
+        else:
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload([__name__])  # imported once, not by each process
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             self.processes.append(context.Process(target=_serve, args=(rank, theirs), daemon=True))
@@ -356,6 +375,10 @@ class Pool:
 def _serve(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of torch.distributed
+    backend = "gloo"
+    if _device() == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
     while True:
         try:
             case, store = pipe.recv()
@@ -363,7 +386,8 @@ def _serve(rank: int, pipe: Connection) -> None:
             return
         world, timeout = case.n * case.groups, timedelta(seconds=PATIENCE)
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+            store = f"file://{store}"
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=timeout)
             reply = "done", _on_rank(case)
         except UsageError as error:
             reply = "refused", f": {error}"
