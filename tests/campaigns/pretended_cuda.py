@@ -85,7 +85,7 @@ CASES = {
     "data and context": Case(4, {"context_parallel_size": 2, "cp_strategy": "allgather", **FULL}),
     "tensor": Case(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "pipeline": Case(2, {"pipeline_model_parallel_size": 2}),
-    "experts": Case(2, EXPERTS | {"expert_model_parallel_size": 2}, waits=WAITS_OF_STEP + 7),  # 3 for each layer, 1 for tokens
+    "experts": Case(2, EXPERTS | {"expert_model_parallel_size": 2}, waits=WAITS_OF_STEP + 7),  # 3 a layer, 1 for tokens
     "offloaded": Case(1, FULL | {"offload_checkpoints": True, "offload_kept": True, "recompute_whitelist": ["qkv"]}),
     "chunks": Case(1, {"cross_entropy_chunk_size": 16, "mlp_chunks_for_training": 2}),
     "fsdp2": Case(2, FSDP2),
