@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.fsdp.src.megatron_fsdp import MegatronFSDP
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron.context_parallel.cli.run_main import ignore_warnings_of_libraries
 from tests.support.backtrace import backtrace, record_crash
@@ -57,6 +58,7 @@ def _serve(rank: int, pipe, of_parent: list, directory: str) -> None:
             return
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()  # with every group made in it: their threads would pile up
+        _clear_sharding_prop_cache()  # results of DTensor have meshes, whose groups have the names of this call
         gc.collect()
         _empty_models()
         if torch.cuda.is_available():
