@@ -36,16 +36,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Imported modules stay alive, so garbage collections skip them. Ranks begin with them, before any test runs."""
     import torch
 
-    from tests.support.gloo import share_a_thread
-
     torch.set_num_threads(1)
-    share_a_thread()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
     if any("ranks" in item.fixturenames for item in session.items) and not session.config.option.collectonly:
+        from tests.support.gloo import share_a_thread
         from tests.support.ranks import Ranks
 
+        share_a_thread()
         session.config.stash[RANKS] = Ranks()
 
 
