@@ -189,26 +189,24 @@ def at_once_on_another_stream(mended: bool) -> None:
     x + 1
 
 
-def _messages(x: torch.Tensor, y: torch.Tensor) -> list[dist.Work]:
+def _messages(x: torch.Tensor, y: torch.Tensor, wait: bool = False) -> None:
     peer = 1 - dist.get_rank()
-    return dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y, peer)])
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, y, peer)])
+    for work in works if wait else ():
+        work.wait()
 
 
 @race
 def written_while_it_is_sent(mended: bool) -> None:
     x, y = _tensor(), _tensor()
-    works = _messages(x, y)
-    for work in works if mended else ():
-        work.wait()
+    _messages(x, y, wait=mended)
     x.zero_()
 
 
 @race
 def read_before_it_is_received(mended: bool) -> None:
     x, y = _tensor(), _tensor()
-    works = _messages(x, y)
-    for work in works if mended else ():
-        work.wait()
+    _messages(x, y, wait=mended)
     y + 1
 
 

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.support.gpu_calls import all_arguments, arguments_of_launch
 
-CUDA_OPERATORS = torch.library.Library("aten", "IMPL", "CUDA")
 counted: Counter[str] = Counter()  # calls of attention libraries and launches of Triton's kernels, by name
 pretended = torch.ops.pretended
 PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=80 * 2**30, name="pretended", major=9, minor=0)
@@ -210,12 +209,16 @@ def _compute_by_definition() -> None:
     from tests.support.gpu_kernels import LIBRARIES
 
     for name, by_definition in LIBRARIES.items():
-        CUDA_OPERATORS.impl(name, _on_host(name, by_definition))
+        _implement(name, _on_host(name, by_definition))
     for name in ("_softmax", "_log_softmax"):
-        CUDA_OPERATORS.impl(name, partial(_softmax, getattr(torch.ops.aten, name)))
+        _implement(name, partial(_softmax, getattr(torch.ops.aten, name)))
         backward = f"{name}_backward_data"
-        CUDA_OPERATORS.impl(backward, partial(_softmax_backward, getattr(torch.ops.aten, backward)))
+        _implement(backward, partial(_softmax_backward, getattr(torch.ops.aten, backward)))
     triton.runtime.jit.JITFunction.run = _launch
+
+
+def _implement(name: str, function: Callable) -> None:
+    torch.library.impl(f"aten::{name}", "CUDA", function)
 
 
 def _on_host(name: str, by_definition: Callable) -> Callable:

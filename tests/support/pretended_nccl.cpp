@@ -33,6 +33,18 @@ Tensors on_host(const Tensors& x) {
   return to;
 }
 
+// A work of gloo for each pair of tensors.
+Post pairs(const Tensors& to, const Tensors& of, std::function<intrusive_ptr<Work>(Tensor&, Tensor&)> begin) {
+  return [=] {
+    std::vector<intrusive_ptr<Work>> parts;
+    for (size_t i = 0; i < to.size(); ++i) {
+      auto below = borrowed(to[i]), mine = borrowed(of[i]);
+      parts.push_back(begin(below, mine));
+    }
+    return parts;
+  };
+}
+
 void kept_until_it_ends(const Tensor& x, int64_t stream) {
   if (x.defined()) pretended::record_stream(x.storage().data(), stream);
 }
@@ -271,14 +283,7 @@ struct Nccl : Backend {
   }
 
   intrusive_ptr<Work> gather_into(const Tensors& to, const Tensors& of, const AllgatherOptions& how) {
-    auto post = [=, this] {
-      std::vector<intrusive_ptr<Work>> parts;
-      for (size_t i = 0; i < to.size(); ++i) {
-        auto everyone = borrowed(to[i]), mine = borrowed(of[i]);
-        parts.push_back(gloo->_allgather_base(everyone, mine, how));
-      }
-      return parts;
-    };
+    auto post = pairs(to, of, [=, this](Tensor& below, Tensor& mine) { return gloo->_allgather_base(below, mine, how); });
     return run({"all_gather_into_tensor", of, to, post, how.asyncOp});
   }
 
@@ -301,14 +306,7 @@ struct Nccl : Backend {
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(Tensors& to, Tensors& of, const ReduceScatterOptions& given) override {
     auto how = given;
     auto last = mean(how.reduceOp, to);
-    auto post = [=, this] {
-      std::vector<intrusive_ptr<Work>> parts;
-      for (size_t i = 0; i < to.size(); ++i) {
-        auto mine = borrowed(to[i]), everyone = borrowed(of[i]);
-        parts.push_back(gloo->_reduce_scatter_base(mine, everyone, how));
-      }
-      return parts;
-    };
+    auto post = pairs(to, of, [=, this](Tensor& below, Tensor& all) { return gloo->_reduce_scatter_base(below, all, how); });
     return run({"reduce_scatter_tensor", of, to, post, how.asyncOp, false, -1, last});
   }
 
