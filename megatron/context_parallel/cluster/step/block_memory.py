@@ -94,9 +94,11 @@ class BlockMemory:
         """
         queries, keys = q * self.queries, kv * self.keys
         gradients = queries + 2 * self.queries * kv  # of a key for each query head
-        computing = queries + gradients + (CAUSAL_PARTS if mask == CAUSAL else 1) * queries
         if isinstance(mask, KeyRanges):  # the gradients of a tile are added to those
-            computing = queries + gradients + self._of_tiles(mask, rows)
+            at_work = self._of_tiles(mask, rows)
+        else:
+            at_work = (CAUSAL_PARTS if mask == CAUSAL else 1) * queries
+        computing = queries + gradients + at_work
         if self.shape.itemsize < 4:
             computing += 2 * queries + 2 * keys  # float32 copies of the inputs
         if not self.grouped:
